@@ -1,11 +1,8 @@
-"""Options that a Megatron-LM checkout's own argument provider adds, given to its code: it asks
-`get_args()` for them.
+"""`set_global_arguments`: options of a Megatron-LM checkout's argument provider for `get_args()`.
 
-They are written in `train.megatron`, or as bare flags, like any argument of Megatron's. Only a
-checkout that has a provider (`pretrain_gpt.extra_args_provider`) is concerned; nothing of it is
-imported otherwise.
-
-Not here: which options there are (`rlpipe.config.arguments.checkout`).
+Users write the options in `train.megatron`, or as flags, like any argument of Megatron. Only a
+checkout with a provider (`pretrain_gpt.extra_args_provider`) needs this; nothing is imported
+otherwise. `rlpipe.config.arguments.checkout` reads the options.
 """
 
 from __future__ import annotations
@@ -23,18 +20,18 @@ from rlpipe.errors import ConfigError
 GLOBALS = "megatron.training.global_vars"
 
 
-def provided() -> dict[str, dict[str, Any]]:
-    """The provider's options, by name, as in the tables of names; {} where there is none."""
+def provider_options() -> dict[str, dict[str, Any]]:
+    """Return the provider's options by name, as in the tables of names; {} without a provider."""
     return names.load("megatron")["receivers"].get(PROVIDER, {})
 
 
-def give_arguments(train: TrainConfig) -> Namespace | None:
-    """Let `get_args()` answer Megatron's arguments by their own names, the provider's and ours;
-    None if there is no provider.
+def set_global_arguments(train: TrainConfig) -> Namespace | None:
+    """Set the result of `get_args()`: the arguments of Megatron and of the provider.
 
-    Raises: ConfigError if the checkout has a provider, but its global arguments cannot be imported.
+    Returns the arguments; None without a provider. Raises: ConfigError if the checkout has a
+    provider, but its global arguments cannot be imported.
     """
-    if not provided():
+    if not provider_options():
         return None
     known = names.load("megatron")["receivers"].values()
     defaults = {name: entry["default"] for arguments in known for name, entry in arguments.items()}
@@ -48,7 +45,7 @@ def give_arguments(train: TrainConfig) -> Namespace | None:
         module = importlib.import_module(GLOBALS)
     except ImportError as error:
         raise ConfigError(
-            "the Megatron-LM on PYTHONPATH has an argument provider, but not where its code asks for arguments",
+            "the Megatron-LM on PYTHONPATH has an argument provider, but no global arguments",
             where=f"{PROVIDER} of {names.load('megatron')['version'].removeprefix('at ')}",
             found=f"{type(error).__name__}: {error}",
             expected=f"{GLOBALS}.set_args",

@@ -1,11 +1,12 @@
-"""`MegatronEngine`: one training rank, as the trainer actor holds it.
+"""`MegatronEngine`: one training rank of the policy, as the trainer actor holds it.
 
-Made by every rank with the same configuration; all methods are collective: every rank makes the
-same calls in the same order. Made → `load_hf` or `load_checkpoint` → any of score, train, save,
-export → `close`. After an error in `train` the state is neither the old nor the new one: restore
-it. Between any two calls parts of it may be put to sleep (`occupy`).
+Every rank makes an engine with the same configuration. All methods are collective unless their
+docstring says otherwise: every rank makes the same calls in the same order.
 
-Not here: which batch is trained when (the train stage), records, retries.
+    construct → `load_hf` or `load_checkpoint` → any of score, train, save, export → `close`
+
+After an error in `train` the state is undefined: restore it. Between two calls, parts of the state
+can be offloaded (`occupy`).
 """
 
 from __future__ import annotations
@@ -20,31 +21,44 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rlpipe.batch.packing import BatchColumns, PackingPlan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.arguments import give_arguments
+from rlpipe.config.train import CriticConfig, TrainConfig
+from rlpipe.engines.megatron.arguments import set_global_arguments
 from rlpipe.engines.megatron.bridges.bridge import load_weights
-from rlpipe.engines.megatron.bridges.stages import whole_weights
+from rlpipe.engines.megatron.bridges.stages import full_weights
 from rlpipe.engines.megatron.checkpoint import checkpoint
 from rlpipe.engines.megatron.checkpoint.export import save_hf
 from rlpipe.engines.megatron.checkpoint.state import (
-    fill_adam,
-    joined,
+    combined_digest,
+    initialize_adam_state,
+    named_weights,
     state_digest,
-    weights,
     weights_digest,
 )
-from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
-from rlpipe.engines.megatron.member import Member
-from rlpipe.engines.megatron.memory import PARTS, DeviceMemory, HostCopy, Part, Resident, distinct
-from rlpipe.engines.megatron.model.build import Scorer, Trained, build, build_scorer, drop
+from rlpipe.engines.megatron.critic_exchange import CriticExchange, ExchangeAddress
+from rlpipe.engines.megatron.memory import (
+    PARTS,
+    DeviceMemory,
+    HostCopy,
+    Part,
+    RankModels,
+    distinct_storages,
+)
+from rlpipe.engines.megatron.model.build import (
+    ScoringModel,
+    TrainedModel,
+    build,
+    build_scoring_model,
+    release_models,
+)
+from rlpipe.engines.megatron.process_groups import MegatronRank
 from rlpipe.engines.megatron.train.critic import Critic
 from rlpipe.engines.megatron.train.routing import (
-    Recording,
-    Replaying,
+    RoutingRecorder,
+    RoutingReplay,
     check_routing,
     layers_with_experts_only,
 )
@@ -55,39 +69,52 @@ from rlpipe.errors import DataError, TrainerError
 
 @dataclass(slots=True)
 class TrainResult:
-    """What one iteration's optimizer steps did. Equal on every rank."""
+    """Result of one iteration's optimizer steps. Equal on every rank."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of every optimizer step. Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, ratio,
-    kl_loss, train_rollout_logprob_abs_diff, with use_opsm opsm_clipfrac, with use_tis tis, tis_abs
-    and tis_clipfrac, with rejection rs_rejectfrac and rs_vetofrac; supervised: loss, entropy; a
-    custom loss also what it names; all: grad_norm (before clipping), lr, tokens, samples. All but
-    the last four are aggregated over tokens like the loss. With a critic also value_loss,
-    value_clipfrac, critic_grad_norm, critic_lr; while it is trained alone, only those."""
+    """Metrics of each optimizer step.
+
+    Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, ratio, kl_loss,
+    train_rollout_logprob_abs_diff, with use_opsm opsm_clipfrac, with use_tis tis, tis_abs and
+    tis_clipfrac, with rejection rs_rejectfrac and rs_vetofrac. Supervised: loss, entropy. A custom
+    loss adds its own metrics. All: grad_norm (before clipping), lr, tokens, samples. All but the
+    last four are aggregated over tokens like the loss. With a critic also value_loss,
+    value_clipfrac, critic_grad_norm and critic_lr. While the critic is trained alone, only those.
+    """
     state_digest: str = ""
-    """Of the state after the last step."""
+    """Digest of the state after the last step."""
 
 
-def agreed(meeting: Meeting, digest: str, steps: list[dict[str, float]]) -> TrainResult:
-    """The result of policy and critic together, from what this rank's one of them has: the same on
-    every rank of both."""
-    policy, critic = meeting.exchange({"digest": digest, "steps": steps})
-    both = [mine | other for mine, other in zip(policy["steps"], critic["steps"], strict=True)]
-    return TrainResult(both, joined(policy["digest"], critic["digest"]))
+def combined_result(
+    exchange: CriticExchange, digest: str, steps: list[dict[str, float]]
+) -> TrainResult:
+    """Combine the results of policy and critic. Collective over the ranks of both.
+
+    `digest` and `steps`: of the model on this rank. The result is equal on all ranks.
+    """
+    policy, critic = exchange.exchange({"digest": digest, "steps": steps})
+    merged = [mine | other for mine, other in zip(policy["steps"], critic["steps"], strict=True)]
+    return TrainResult(merged, combined_digest(policy["digest"], critic["digest"]))
 
 
-def room_of_both(meeting: Meeting | None, mine: checkpoint.Room) -> checkpoint.Room:
-    """What the checkpoints of policy and critic need together, from what this rank's one of them
-    does: the same on every rank."""
-    if meeting is None:
-        return mine
-    policy, critic = (checkpoint.Room(**said) for said in meeting.exchange(asdict(mine)))
-    return policy.beside(critic)
+def combined_disk_space(
+    exchange: CriticExchange | None, space: checkpoint.DiskSpace
+) -> checkpoint.DiskSpace:
+    """Combine the disk space of the policy's and the critic's checkpoints.
+
+    Collective over the ranks of both. `space`: of the model on this rank.
+    """
+    if exchange is None:
+        return space
+    policy, critic = (checkpoint.DiskSpace(**fields) for fields in exchange.exchange(asdict(space)))
+    return policy.combined_with(critic)
 
 
-class MegatronEngine(Member):
-    """One rank. Raises: ConfigError for a configuration or model directory that cannot be
-    trained."""
+class MegatronEngine(MegatronRank):
+    """One rank of the policy.
+
+    Raises: ConfigError for a configuration or model directory that cannot be trained.
+    """
 
     def __init__(
         self,
@@ -104,64 +131,67 @@ class MegatronEngine(Member):
         deterministic: bool = False,
         critic: CriticConfig | None = None,
         critic_optimizer_steps: int = 0,
-        meeting: MeetingPlace | None = None,
+        critic_exchange: ExchangeAddress | None = None,
         teacher_dir: str | None = None,
         hooks: MegatronHooks | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Join the other ranks at `master` (host, port; rank 0 listens there) and build the model,
-        without weights yet.
+        """Join the other ranks at `master` (host, port; rank 0 listens) and build the model.
 
-        A second engine of the same processes needs another port: a rank that is ahead could meet
-        the old one. `threads`: CPU threads of this rank where there is no CUDA. `deterministic`:
-        see `determinism`. `critic`: make one too, whose schedule is `critic_optimizer_steps` long.
-        `meeting`: where to join one that has ranks of its own (`critic_engine`) and gets the calls
-        that it has too at the same time. `teacher_dir`: the teacher's Hugging Face directory.
-        `hooks`: functions of the user. `timeout_s`: deadline of every collective.
+        The weights are undefined until they are loaded. A second engine of the same processes needs
+        another port, because a rank that is ahead could otherwise connect to the old one.
+
+        `threads`: CPU threads of this rank without CUDA. `deterministic`: see `reproducibility`.
+        `critic`: build a critic in the same ranks; its schedule has `critic_optimizer_steps`.
+        `critic_exchange`: address of the exchange with a critic that has its own ranks
+        (`critic_engine`). `teacher_dir`: the teacher's Hugging Face directory. `hooks`: user
+        functions. `timeout_s`: deadline of every collective.
         """
         self._model_dir = model_dir
         self._temperature = rollout_temperature
-        place = {"rank": rank, "world_size": world_size, "master": master, "timeout_s": timeout_s}
         self._join(
-            train, where="train.parallel", threads=threads, deterministic=deterministic, **place
+            train,
+            where="train.parallel",
+            rank=rank,
+            world_size=world_size,
+            master=master,
+            threads=threads,
+            deterministic=deterministic,
+            timeout_s=timeout_s,
         )
         self._reference: HostCopy | None = None
         self._critic: Critic | None = None
-        self._teacher: Scorer | None = None
-        self._meeting: Meeting | None = None
+        self._teacher: ScoringModel | None = None
+        self._exchange: CriticExchange | None = None
         self._hooks = hooks or MegatronHooks(TrainConfig())
         try:
-            give_arguments(train)
+            set_global_arguments(train)
             self._hooks.init()
-            self._trained: Trained | None = build(
+            self._trained: TrainedModel | None = build(
                 model_dir, model, train, total_optimizer_steps, deterministic=deterministic
             )
-            if train.replays_routing:
-                which = (
-                    "use_rollout_routing_replay"
-                    if train.use_rollout_routing_replay
-                    else "use_routing_replay"
-                )
-                check_routing(self._trained.bridge.config, where=f"train.{which}")
+            check_routing(self._trained.bridge.config, train)
             if critic is not None:
                 steps = critic_optimizer_steps
                 self._critic = Critic(
                     critic, model_dir, model, train, steps, deterministic=deterministic
                 )
             if teacher_dir is not None:
-                self._teacher = build_scorer(teacher_dir, model, train, deterministic=deterministic)
+                self._teacher = build_scoring_model(
+                    teacher_dir, model, train, deterministic=deterministic
+                )
                 load_weights(self._teacher.bridge, [self._teacher.ddp], teacher_dir)
-            if meeting is not None:
-                self._meeting = Meeting(meeting, place=rank)
+            if critic_exchange is not None:
+                self._exchange = CriticExchange(critic_exchange, exchange_rank=rank)
         except BaseException:
             self._leave()
             raise
-        fill_adam(self._trained.optimizer)
+        initialize_adam_state(self._trained.optimizer)
         self._memory = DeviceMemory()
 
     @property
-    def trained(self) -> Trained:
-        """Raises: TrainerError after `close`, and while the weights sleep."""
+    def trained(self) -> TrainedModel:
+        """The policy. Raises: TrainerError after `close` and while the weights are offloaded."""
         if self._trained is None:
             raise TrainerError("this engine is closed", where="trainer", do="make a new one")
         self._memory.require("weights")
@@ -169,43 +199,47 @@ class MegatronEngine(Member):
 
     @property
     def critic(self) -> Critic:
-        """Raises: TrainerError if this engine has none, and while the weights sleep."""
+        """The critic of these ranks.
+
+        Raises: TrainerError if this engine has none, and while the weights are offloaded.
+        """
         if self._critic is None:
             raise TrainerError(
                 "this engine has no critic",
                 where="trainer",
-                do="advantage.advantage_estimator: ppo",
+                do="set advantage.advantage_estimator: ppo",
             )
         self._memory.require("weights")
         return self._critic
 
     def occupy(self, parts: Collection[Part] = PARTS) -> dict[str, float]:
-        """Keep these parts of the state in device memory and no others, until the next time:
-        `DeviceMemory.occupy`.
+        """Keep exactly these parts of the state in device memory (`DeviceMemory.occupy`).
 
-        What sleeps cannot be used: a call that needs it raises TrainerError. Not collective, but
-        call it on all ranks.
+        A call that needs an offloaded part raises TrainerError. Not collective, but call it on all
+        ranks.
         """
         assert self._trained is not None, "this engine is closed"
         models = (self._trained,) if self._critic is None else (self._trained, self._critic.trained)
-        return self._memory.occupy(Resident(models, self._teacher).tensors(), parts)
+        return self._memory.occupy(RankModels(models, self._teacher).tensors(), parts)
 
     def load_hf(self, model_dir: str | Path | None = None) -> None:
-        """Take the weights of a Hugging Face directory (default: the model's own), and of a critic
-        its first ones; optimizer state stays."""
+        """Load the weights of a Hugging Face directory (default: the model's own).
+
+        A critic loads its initial weights. The optimizer state stays.
+        """
         self._memory.require("optimizer")
         load_weights(self.trained.bridge, [self.trained.ddp], str(model_dir or self._model_dir))
         self.trained.optimizer.reload_model_params()
         if self._critic is not None:
-            self._critic.begin(self.trained)
+            self._critic.load_initial_weights(self.trained)
 
     def load_checkpoint(
         self, directory: str | Path, *, iteration: int | None = None, weights_only: bool = False
     ) -> int:
-        """Restore from `directory`/iter_*; returns the iteration it was saved under. `weights_only`
-        keeps the optimizer state.
+        """Restore from `directory`/iter_* and return the iteration of the checkpoint.
 
-        A critic that is not in it takes its first weights. Raises: TrainerError if there is no
+        `iteration`: None is the latest. `weights_only` keeps the optimizer state. A critic that is
+        not in the checkpoint loads its initial weights. Raises: TrainerError if there is no
         checkpoint.
         """
         self._memory.require("optimizer")
@@ -214,41 +248,48 @@ class MegatronEngine(Member):
             self.trained, directory, iteration=iteration, weights_only=weights_only, critic=critic
         )
         if self._critic is not None and not loaded.critic:
-            self._critic.begin(self.trained)
+            self._critic.load_initial_weights(self.trained)
         return loaded.iteration
 
     def load_reference(self, directory: str | Path) -> None:
-        """Take the reference policy from a checkpoint. The weights are the reference's afterwards:
-        load them anew."""
+        """Keep a checkpoint's weights as the reference policy.
+
+        The policy has the reference's weights afterwards: load the policy's weights again.
+        """
         self._memory.require("optimizer")
         checkpoint.load(self.trained, directory, weights_only=True)
         self.keep_reference()
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
-        """Write `directory`/iter_%07d and the marker file beside it; returns the folder. Every rank
-        writes its part, and a critic that has ranks of its own is saved at the same time."""
+        """Write `directory`/iter_%07d and the marker file, and return the folder.
+
+        Every rank writes its part. A critic with its own ranks must save at the same time.
+        """
         self._memory.require("optimizer")
         critic = self._critic.trained if self._critic else None
-        together = partial(room_of_both, self._meeting)
+        combine = partial(combined_disk_space, self._exchange)
         return checkpoint.save(
-            self.trained, directory, iteration, critic, model_dir=self._model_dir, together=together
+            self.trained, directory, iteration, critic, model_dir=self._model_dir, combine=combine
         )
 
     def require_room(self, directory: str | Path) -> None:
-        """Is there room for a checkpoint below `directory`? Collective, as `save_checkpoint`.
-        Raises: StoreFull."""
+        """Require disk space for one checkpoint below `directory`. Raises: StoreFull."""
         models = [self.trained] if self._critic is None else [self.trained, self._critic.trained]
-        checkpoint.require_room(models, Path(directory), partial(room_of_both, self._meeting))
+        checkpoint.require_disk_space(
+            models, Path(directory), partial(combined_disk_space, self._exchange)
+        )
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""
         save_hf(self.trained, self._model_dir, directory)
 
     def keep_reference(self) -> None:
-        """Take the current weights as the reference policy (a copy in CPU memory). Not collective,
-        but call it on all ranks."""
+        """Copy the current weights to CPU memory as the reference policy.
+
+        Not collective, but call it on all ranks.
+        """
         self._reference = self._reference or HostCopy()
-        self._reference.take(distinct(self._weights()))
+        self._reference.copy_from(distinct_storages(self._weights()))
 
     def score(
         self,
@@ -259,14 +300,13 @@ class MegatronEngine(Member):
         temperature: float | None = None,
         replay: bool = False,
     ) -> np.ndarray:
-        """[R] float32 log-prob of every response token (masked or not) at the rollout's
-        temperature, on every rank.
+        """Return the log-prob of every response token (masked or not): [R] float32, on every rank.
 
-        `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`. `temperature`:
-        another one than the rollout's. `replay`: the policy routes as the batch's experts say; the
-        engine must be made with one of the two settings for that. Raises: TrainerError for
-        `reference` before `keep_reference` and for `teacher` without one; DataError for a token
-        that the teacher does not have, or experts that are not this model's.
+        `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`. `temperature`: None
+        is the rollout's. `replay`: route the policy by the batch's experts; needs one of the two
+        settings for routing replay. Raises: TrainerError for `reference` before `keep_reference`
+        and for `teacher` without one; DataError for a token outside the teacher's vocabulary, or
+        experts of another model.
         """
         limit = max_tokens or self.max_tokens
         temperature = self._temperature if temperature is None else temperature
@@ -277,23 +317,23 @@ class MegatronEngine(Member):
             if not replay:
                 return score(self.trained, batch, temperature=temperature, max_tokens=limit)
         assert model == "policy" and batch.routed_experts is not None
-        replaying = Replaying(self.trained, batch.routed_experts)
+        routing = RoutingReplay(self.trained, batch.routed_experts)
         try:
             return score(
                 self.trained,
                 batch,
                 temperature=temperature,
                 max_tokens=limit,
-                around=replaying.around,
+                forward_context=routing.forward_context,
             )
         finally:
-            replaying.close()
+            routing.close()
 
     def routing_of_engines(self, batch: BatchColumns) -> np.ndarray:
-        """[S, layers with experts × k] uint16: the batch's experts as the engines named them, for
-        all layers. Not collective.
+        """Return the experts that the engines recorded, without the layers that have no experts.
 
-        Raises: DataError if they are not this model's, or an engine did not notice where it routed.
+        [S, layers with experts × k] uint16. Not collective. Raises: DataError if the experts are of
+        another model, or an engine did not record a layer.
         """
         assert batch.routed_experts is not None
         return layers_with_experts_only(self.trained.bridge.config, batch.routed_experts)
@@ -301,31 +341,28 @@ class MegatronEngine(Member):
     def score_and_route(
         self, batch: BatchColumns, *, max_tokens: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The policy's `score`, and the experts that it routed every token to: [S, layers × k]
-        uint16, on every rank.
+        """Return the policy's `score` and the experts of every token, on every rank.
 
-        The engine must be made with `train.use_routing_replay`.
+        The experts are [S, layers with experts × k] uint16. Needs `train.use_routing_replay`.
         """
-        recording = Recording(self.trained)
+        recorder = RoutingRecorder(self.trained)
         self._hooks.before_log_prob(self.trained.ddp, "")
-        limit = max_tokens or self.max_tokens
-        found = score(
+        log_probs = score(
             self.trained,
             batch,
             temperature=self._temperature,
-            max_tokens=limit,
-            around=recording.around,
+            max_tokens=max_tokens or self.max_tokens,
+            forward_context=recorder.forward_context,
         )
-        return found, recording.column(len(batch.tokens))
+        return log_probs, recorder.column(len(batch.tokens))
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
-        """[R] float32: the critic's value before every response token (masked or not), on every
-        rank. `max_tokens`: as `score`.
+        """Return the critic's value before every response token: [R] float32, on every rank.
 
-        Raises: TrainerError without a critic.
+        `max_tokens`: as `score`. Raises: TrainerError without a critic.
         """
-        if self._meeting is not None:
-            return self._meeting.values(None, batch.num_response_tokens)
+        if self._exchange is not None:
+            return self._exchange.values(None, batch.num_response_tokens)
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
     def train(
@@ -337,18 +374,16 @@ class MegatronEngine(Member):
         critic_only: bool = False,
         hook_args: Any = None,
     ) -> TrainResult:
-        """Take the plan's optimizer steps, with the critic's first. The same result on every rank.
+        """Take the plan's optimizer steps, the critic's first. The result is equal on every rank.
 
-        `version`: the weight version that is trained, for hooks. `hook_args`: what functions of the
-        user get as `args`.
-
-        Raises: DataError for a batch without the columns its loss needs or a plan of another batch;
-        TrainerError if a loss or gradient is not finite.
+        `version`: the weight version that is trained, for hooks. `hook_args`: the `args` of user
+        functions. Raises: DataError for a batch without the columns of its loss or a plan of
+        another batch; TrainerError if a loss or gradient is not finite.
         """
         plan.check(len(batch), self._data_parallel)
         self._memory.require("optimizer", "gradients")
         steps: list[dict[str, float]] = [{} for _ in plan.steps]
-        if self._critic is not None or (critic_only and self._meeting is None):
+        if self._critic is not None or (critic_only and self._exchange is None):
             steps = self.critic.train(batch, plan)
         if not critic_only:
             policy = train_steps(
@@ -361,33 +396,39 @@ class MegatronEngine(Member):
                 partial(self._before_step, version),
             )
             steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
-        if self._meeting is not None:
-            return agreed(self._meeting, state_digest(self.trained), steps)
+        if self._exchange is not None:
+            return combined_result(self._exchange, state_digest(self.trained), steps)
         return TrainResult(steps, self.state_digest())
 
     def state_digest(self) -> str:
-        """128 bits in hex over weights, main weights, moments and schedule, a critic's too, of all
-        ranks; on all the same."""
+        """Return 128 bits in hex over the state of policy and critic, equal on all ranks.
+
+        The state: weights, main weights, moments and schedule.
+        """
         self._memory.require("optimizer")
-        if self._meeting is not None:
-            return agreed(self._meeting, state_digest(self.trained), []).state_digest
+        if self._exchange is not None:
+            return combined_result(self._exchange, state_digest(self.trained), []).state_digest
         return state_digest(self.trained, *([self._critic.trained] if self._critic else []))
 
     def weights_digest(self) -> str:
-        """128 bits in hex over the policy's weights of all ranks; on all the same."""
+        """Return 128 bits in hex over the policy's weights, equal on all ranks."""
         return weights_digest(self.trained)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors by Hugging Face name, on every rank; exhaust it on all of them. They may
-        alias the parameters."""
-        return whole_weights(self.trained.bridge, self.trained.ddp)
+        """Yield full tensors by Hugging Face name, on every rank.
+
+        Exhaust the iterator on all ranks. Tensors may alias the parameters.
+        """
+        return full_weights(self.trained.bridge, self.trained.ddp)
 
     def close(self) -> None:
-        """Leave all process groups and drop the model; this process may then make another engine.
-        Twice is once."""
+        """Leave all process groups and release the models. Idempotent.
+
+        This process may make another engine afterwards.
+        """
         if self._trained is not None:
-            drop(self._trained, self._teacher, self._critic and self._critic.trained)
-            self._trained = self._reference = self._critic = self._teacher = self._meeting = None
+            release_models(self._trained, self._teacher, self._critic and self._critic.trained)
+            self._trained = self._reference = self._critic = self._teacher = self._exchange = None
             self._leave()
 
     def _score_by_teacher(
@@ -396,7 +437,7 @@ class MegatronEngine(Member):
         teacher = self._teacher
         if teacher is None:
             raise TrainerError(
-                "there is no teacher",
+                "this engine has no teacher",
                 where="trainer/score",
                 do="set teacher.opd_type and advantage.use_opd",
             )
@@ -404,10 +445,11 @@ class MegatronEngine(Member):
         hf_config: Any = teacher.bridge.hf_config
         if (largest := int(batch.tokens.max(initial=0))) >= hf_config.vocab_size:
             raise DataError(
-                "the teacher does not have this token",
+                "a token is outside the teacher's vocabulary",
                 where="teacher.opd_teacher_load",
                 found=f"token {largest} in the batch",
-                expected=f"the policy's tokens; the teacher has {hf_config.vocab_size}",
+                expected=f"tokens below the teacher's vocabulary size {hf_config.vocab_size}",
+                do="use a teacher with the policy's tokenizer",
             )
         self._hooks.before_log_prob(teacher.ddp, "teacher_")
         return score(teacher, batch, temperature=temperature, max_tokens=max_tokens)
@@ -419,13 +461,13 @@ class MegatronEngine(Member):
         )
 
     def _weights(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in weights(self.trained.model)]
+        return [tensor for _, tensor in named_weights(self.trained.model)]
 
     def _reference_weights(self) -> contextlib.AbstractContextManager[None]:
         if self._reference is None:
             raise TrainerError(
-                "there is no reference policy",
+                "this engine has no reference policy",
                 where="trainer/score",
                 do="call keep_reference first",
             )
-        return self._memory.showing(self._reference, self._weights())
+        return self._memory.swapped_weights(self._reference, self._weights())

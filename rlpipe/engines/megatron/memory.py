@@ -1,28 +1,26 @@
-"""What a trainer rank keeps in device memory while others use the device: parts of its state are
-put to sleep and woken.
+"""Device memory of a trainer rank: parts of the state are offloaded and restored.
 
-    weights      policy and critic                   moved to pinned CPU memory
-    optimizer    main parameters and moments         moved
-    gradients    the gradient buffers                dropped: every optimizer step begins with zeros
-    teacher      frozen                              moved the first time; after that the copy is there
+| part | content | while offloaded |
+|---|---|---|
+| weights | policy and critic | in pinned CPU memory |
+| optimizer | main parameters and moments | in pinned CPU memory |
+| gradients | gradient buffers | dropped: every optimizer step starts from zeros |
+| teacher | frozen weights | in pinned CPU memory; copied only the first time |
 
-A part sleeps when the storages of its tensors are empty. The tensors themselves, and every view
-that Megatron keeps of them (of a parameter in DDP's buffer, of a bucket), stay as they are and show
-what they showed once the storage is filled again; only addresses change, so nothing may keep one.
-torch_memory_saver would keep those too, but it has to be loaded into the process before anything
-else, copies gradients as well, and its memory cannot be shared by CUDA IPC, which is how weights
-reach engines of the same GPU. Freed memory goes back to the device, so any other process can have
-it.
+`DeviceMemory.occupy` selects the parts in device memory. `DeviceMemory.swapped_weights` computes
+with the reference's weights, which a `HostCopy` keeps in pinned CPU memory.
 
-Where weights sleep is also where the policy's wait while the rank scores with the reference's
-(`showing`), which lie in pinned CPU memory too: a run that scores a reference keeps its weights
-twice there, one that also takes turns no more than that.
+A part is offloaded by resizing the storages of its tensors to 0. The tensors, and every view that
+Megatron keeps of them (parameters in DDP's buffer, buckets), stay valid objects and show the same
+values when the storage is filled again. Only addresses change, so no code may keep an address.
+torch_memory_saver would keep addresses too. But it must be loaded into the process before anything
+else, copies gradients as well, and its memory cannot be shared by CUDA IPC, which moves weights to
+engines on the same GPU. Freed memory goes back to the device for other processes.
 
-On a machine without CUDA the same happens between two places of its memory. What is not moved: the
-CUDA context, NCCL's buffers (a process group has no way to give them back but to end), constants of
-the model such as those of rotary embeddings.
-
-Not here: whose turn it is (`rlpipe.actors.sharing`).
+A run with a reference keeps its weights twice in pinned memory. Offloading needs no more than that.
+The following stays on the device: the CUDA context, NCCL's buffers (a process group cannot release
+them) and constants of the model such as those of rotary embeddings. Without CUDA, parts move
+between two regions of CPU memory. `rlpipe.actors.sharing` decides when a part is offloaded.
 """
 
 from __future__ import annotations
@@ -39,67 +37,70 @@ from torch import Tensor, UntypedStorage
 
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
-from rlpipe.engines.megatron.model.build import Scorer, Trained
+from rlpipe.engines.megatron.model.build import ScoringModel, TrainedModel
 from rlpipe.errors import TrainerError
 
 Part = Literal["weights", "optimizer", "gradients", "teacher"]
 PARTS: tuple[Part, ...] = get_args(Part)
+# torch allocates pinned memory in powers of two, so a chunk of this size wastes nothing.
 CHUNK_BYTES = 256 * 1024**2
-"""Of pinned memory, which torch hands out in powers of two: a whole one of them wastes nothing."""
 SMALLEST_CHUNK_BYTES = 4096
 
 
 class DeviceMemory:
-    """The parts of one rank that can sleep. Not thread safe; not collective, but all ranks should
-    do the same."""
+    """The parts of one rank that can be offloaded.
+
+    Not thread safe. Not collective, but all ranks should make the same calls.
+    """
 
     def __init__(self) -> None:
-        self._asleep: dict[Part, list[tuple[UntypedStorage, int]]] = {}
+        self._offloaded: dict[Part, list[tuple[UntypedStorage, int]]] = {}
+        """The storages of each offloaded part, with their sizes in bytes."""
         self._copies: dict[Part, HostCopy] = {}
         _reset_peak()
 
     @property
-    def asleep(self) -> frozenset[Part]:
-        """The parts that cannot be used now."""
-        return frozenset(self._asleep)
+    def offloaded(self) -> frozenset[Part]:
+        """The parts that are not in device memory."""
+        return frozenset(self._offloaded)
 
     def require(self, *parts: Part) -> None:
-        """Raises: TrainerError if one of these sleeps: to read an empty storage would end the
-        process."""
-        if missing := [part for part in parts if part in self._asleep]:
+        """Raises: TrainerError if one of these parts is offloaded."""
+        # Reading an empty storage would crash the process.
+        if missing := [part for part in parts if part in self._offloaded]:
             raise TrainerError(
-                "what is needed is not in device memory",
+                "parts of the state are not in device memory",
                 where="trainer",
-                found=f"{', '.join(missing)} asleep",
-                do="wake it first (`MegatronEngine.occupy`)",
+                found=f"{', '.join(missing)} offloaded",
+                do="restore them first (`MegatronEngine.occupy`)",
             )
 
     def occupy(
         self, tensors: Mapping[Part, Iterable[Tensor]], keep: Collection[Part]
     ) -> dict[str, float]:
-        """Put to sleep what is awake and not to be kept, then wake what is to be kept. Repeated, it
-        does nothing.
+        """Offload the parts that are not in `keep`, then restore those that are. Idempotent.
 
-        `tensors`: those of every part; one of which an earlier part has the storage goes with that
-        part. Answers `{"seconds", "peak_bytes", "kept_bytes", "used_bytes"}`: the most that this
-        process had of the device since it was last asked (0 without CUDA), what its awake parts
-        take, and what all processes together use of the device (without CUDA: what this one uses of
-        the machine's memory).
+        `tensors`: the tensors of every part. A storage that several parts share belongs to the
+        first of them in the order of PARTS.
+
+        Returns `seconds`; `peak_bytes`: this process's peak on the device since the previous call
+        (0 without CUDA); `kept_bytes`: the size of the parts in device memory; `used_bytes`: the
+        device memory of all processes (without CUDA: this process's CPU memory).
         """
         start = time.perf_counter()
         peak = _peak_bytes()
-        storages = _by_part(tensors)
+        storages = _storages_by_part(tensors)
         for part in PARTS:
-            if part not in keep and part not in self._asleep:
-                self._put_to_sleep(part, storages.get(part, []))
-        _give_back()
+            if part not in keep and part not in self._offloaded:
+                self._offload(part, storages.get(part, []))
+        _release_cached()
         for part in PARTS:
-            if part in keep and part in self._asleep:
-                self._wake(part)
+            if part in keep and part in self._offloaded:
+                self._restore(part)
         _synchronize()
         seconds = time.perf_counter() - start
         _reset_peak()
-        kept = sum(storage.nbytes() for found in storages.values() for storage in found)
+        kept = sum(storage.nbytes() for of_part in storages.values() for storage in of_part)
         return {
             "seconds": seconds,
             "peak_bytes": peak,
@@ -108,74 +109,78 @@ class DeviceMemory:
         }
 
     @contextmanager
-    def showing(self, kept: HostCopy, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """While this lasts, these of the weights have the values that were kept of them."""
-        storages = distinct(tensors)
+    def swapped_weights(self, copy: HostCopy, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Give these weights the values of `copy` within the context."""
+        storages = distinct_storages(tensors)
+        # The offloading buffer of the weights is free here: they are in device memory.
         own = self._copies.setdefault("weights", HostCopy())
-        own.take(storages)
+        own.copy_from(storages)
         try:
-            kept.give(storages)
+            copy.copy_to(storages)
             yield
         finally:
-            own.give(storages)
+            own.copy_to(storages)
             _synchronize()
 
-    def _put_to_sleep(self, part: Part, storages: list[UntypedStorage]) -> None:
+    def _offload(self, part: Part, storages: list[UntypedStorage]) -> None:
         sizes = [(storage, storage.nbytes()) for storage in storages]
         if fixed := sum(not storage.resizable() for storage in storages):
+            # torch marks a storage as fixed when `tensor.numpy()` exposes it.
             raise TrainerError(
-                "memory of the state cannot be given up",
+                "memory of the state cannot be released",
                 where="trainer",
-                found=f"{fixed} of {len(storages)} storages ({part}) are of a fixed size",
-                do="a function of yours may have made NumPy arrays of parameters: copy them instead (`tensor.clone().numpy()`)",
+                found=f"{fixed} of {len(storages)} storages ({part}) have a fixed size",
+                do="do not make NumPy arrays of parameters in user functions: copy them "
+                "(`tensor.clone().numpy()`)",
             )
         if part != "gradients" and not (part == "teacher" and part in self._copies):
             copy = self._copies.get(part) or HostCopy()
-            copy.take(storages)
+            copy.copy_from(storages)
             self._copies[part] = copy
         _synchronize()
-        self._asleep[part] = sizes
+        self._offloaded[part] = sizes
         for storage in storages:
             storage.resize_(0)
 
-    def _wake(self, part: Part) -> None:
-        sizes = self._asleep[part]
+    def _restore(self, part: Part) -> None:
+        sizes = self._offloaded[part]
         try:
             for storage, size_bytes in sizes:
                 storage.resize_(size_bytes)
-        except (
-            RuntimeError
-        ):  # there is no room: leave none of it behind, so that others find theirs
+        except RuntimeError:
+            # Out of memory: release all of this part, so that other processes can continue.
             for storage, _ in sizes:
                 storage.resize_(0)
-            _give_back()
+            _release_cached()
             raise
         if part == "gradients":
             for storage, _ in sizes:
                 _bytes_of(storage).zero_()
         else:
-            self._copies[part].give([storage for storage, _ in sizes])
+            self._copies[part].copy_to([storage for storage, _ in sizes])
         _synchronize()
-        del self._asleep[part]
+        del self._offloaded[part]
 
 
 class HostCopy:
-    """The contents of some storages, one after another, in pinned memory that is kept for the next
-    time."""
+    """A copy of several storages in pinned CPU memory, which is reused by later copies."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
 
-    def take(self, storages: list[UntypedStorage]) -> None:
-        """Copy them here. Asynchronous on CUDA: synchronise before they go away."""
-        self._grow(sum(storage.nbytes() for storage in storages))
-        for ours, theirs in self._pieces(storages):
-            ours.copy_(theirs, non_blocking=True)
+    def copy_from(self, storages: list[UntypedStorage]) -> None:
+        """Copy the storages' contents here.
 
-    def give(self, storages: list[UntypedStorage]) -> None:
-        """Copy them back, in the order and sizes they were taken with."""
-        for ours, theirs in self._pieces(storages):
-            theirs.copy_(ours, non_blocking=True)
+        Asynchronous on CUDA: synchronise before the storages are released.
+        """
+        self._grow(sum(storage.nbytes() for storage in storages))
+        for host, device in self._pieces(storages):
+            host.copy_(device, non_blocking=True)
+
+    def copy_to(self, storages: list[UntypedStorage]) -> None:
+        """Copy the contents back, in the order and sizes of `copy_from`."""
+        for host, device in self._pieces(storages):
+            device.copy_(host, non_blocking=True)
 
     def _grow(self, size_bytes: int) -> None:
         missing = size_bytes - sum(len(chunk) for chunk in self._chunks)
@@ -187,43 +192,46 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: list[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the bytes of each storage lie: (here, there), cut at the ends of chunks."""
+        """Yield the (host, device) bytes of each storage, split at the ends of chunks."""
         chunks = iter(self._chunks)
-        room = next(chunks, torch.empty(0, dtype=torch.uint8))
+        free = next(chunks, torch.empty(0, dtype=torch.uint8))
         for storage in storages:
             rest = _bytes_of(storage)
             while len(rest):
-                if not len(room):
-                    room = next(chunks)
-                size = min(len(room), len(rest))
-                yield room[:size], rest[:size]
-                room = room[size:]
+                if not len(free):
+                    free = next(chunks)
+                size = min(len(free), len(rest))
+                yield free[:size], rest[:size]
+                free = free[size:]
                 rest = rest[size:]
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class RankModels:
     """The models of a rank."""
 
-    trained: tuple[Trained, ...]
-    """The policy, and the critic if there is one."""
-    teacher: Scorer | None = None
+    trained: tuple[TrainedModel, ...]
+    """The policy, and the critic if it shares the ranks."""
+    teacher: ScoringModel | None = None
 
     def tensors(self) -> dict[Part, list[Tensor]]:
-        """The tensors of every part. Gradients that the last step left are forgotten: they alias
-        the buffers, or double them."""
-        found: dict[Part, list[Tensor]] = {part: [] for part in PARTS}
+        """Return the tensors of every part."""
+        tensors: dict[Part, list[Tensor]] = {part: [] for part in PARTS}
         for trained in self.trained:
+            # Gradients of the last step alias the buffers or duplicate them.
             trained.optimizer.zero_grad()
-            found["weights"] += [*trained.model.parameters()]
-            found["optimizer"] += [*_of_optimizer(trained.optimizer)]
-            found["gradients"] += [buffer.grad_data for buffer in _buffers(trained.ddp)]
+            ddp = trained.ddp
+            tensors["weights"] += [*trained.model.parameters()]
+            tensors["optimizer"] += [*_optimizer_tensors(trained.optimizer)]
+            tensors["gradients"] += [
+                buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+            ]
         if self.teacher is not None:
-            found["teacher"] += [*self.teacher.model.parameters()]
-        return found
+            tensors["teacher"] += [*self.teacher.model.parameters()]
+        return tensors
 
 
-def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     for part in inner_optimizers(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -235,31 +243,27 @@ def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:
                 )
 
 
-def _buffers(ddp: Any) -> Iterator[Any]:
-    """Megatron's gradient buffers, dense and of experts."""
-    yield from ddp.buffers
-    yield from ddp.expert_parallel_buffers
-
-
-def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The storages of these tensors, in their order, each once."""
+def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Return the storages of these tensors in order, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return [*{storage._cdata: storage for storage in storages}.values()]
 
 
-def _by_part(tensors: Mapping[Part, Iterable[Tensor]]) -> dict[Part, list[UntypedStorage]]:
-    """The storages of each part on this rank's device, each once; of several parts, the first in
-    the order of PARTS has it."""
+def _storages_by_part(
+    tensors: Mapping[Part, Iterable[Tensor]],
+) -> dict[Part, list[UntypedStorage]]:
+    """Return the storages of each part on this rank's device, each in the first part that has
+    it."""
     seen: set[int] = set()
-    found: dict[Part, list[UntypedStorage]] = {}
+    storages: dict[Part, list[UntypedStorage]] = {}
     for part in PARTS:
-        found[part] = []
+        storages[part] = []
         for tensor in tensors.get(part, ()):
             storage = tensor.untyped_storage()
             if tensor.device.type == platform.device().type and storage._cdata not in seen:
                 seen.add(storage._cdata)
-                found[part].append(storage)
-    return found
+                storages[part].append(storage)
+    return storages
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -271,9 +275,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _give_back() -> None:
-    """Return what is free to the device, also what engines had mapped by CUDA IPC and have let
-    go."""
+def _release_cached() -> None:
+    """Return free memory to the device, also memory that engines had mapped by CUDA IPC."""
     if platform.CUDA_FOUND:
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

@@ -1,13 +1,10 @@
-"""Where Megatron-core runs: CUDA, or a CPU that it does not know about. Import this before
-`megatron` or `mbridge`.
+"""Run Megatron-core on CUDA or on a CPU. Import this module before `megatron` or `mbridge`.
 
-Megatron-core has no device abstraction: it says `torch.cuda.current_device()`, `device="cuda"`,
-`tensor.cuda()` literally. Without CUDA an import hook re-targets those literals to the CPU while
-the modules of `megatron.core` and `mbridge` are compiled; torch itself and every other package stay
-as they are. With CUDA their source is untouched. On both, `_REPAIRS` mends the few places that do
-not work without Transformer Engine.
-
-Not here: attention and layers (`layers`), names of weights (`bridge`).
+Megatron-core has no device abstraction: its source contains `torch.cuda.current_device()`,
+`device="cuda"` and `tensor.cuda()`. Without CUDA, an import hook replaces these literals when the
+modules of `megatron.core` and `mbridge` are compiled. torch and all other packages stay unchanged.
+With CUDA the source of both packages stays unchanged too. On all devices, `_REPAIRS` patches
+modules that do not work without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -31,17 +28,17 @@ CUDA_FOUND = torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """Where this rank's tensors live."""
+    """Return the device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if CUDA_FOUND else torch.device("cpu")
 
 
 def backend() -> str:
-    """The process group backend."""
+    """Return the backend of process groups."""
     return "nccl" if CUDA_FOUND else "gloo"
 
 
-def claim(rank: int, threads: int) -> None:
-    """Make one device (of those this process sees) and so many CPU threads this rank's own."""
+def claim_device(rank: int, threads: int) -> None:
+    """Select this rank's CUDA device of the visible ones, or set its number of CPU threads."""
     if CUDA_FOUND:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
@@ -49,8 +46,8 @@ def claim(rank: int, threads: int) -> None:
 
 
 def to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy of a host tensor there, or itself if that is the host. The host does not wait for
-    CUDA, which is busy with what was asked of it before: the copy goes through pinned memory."""
+    """Copy a host tensor to a device. A CPU target returns the tensor itself."""
+    # Through pinned memory, so that the host does not wait for earlier CUDA kernels.
     return (
         tensor.pin_memory().to(target, non_blocking=True)
         if target.type == "cuda"
@@ -59,7 +56,7 @@ def to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
 
 
 class _Stream:
-    """A stream or event on a device that has none: everything is already done."""
+    """A stream or event on the CPU, where every operation is already complete."""
 
     def __init__(self, *_args, **_keywords) -> None: ...
     def wait_stream(self, *_args) -> None: ...
@@ -91,7 +88,7 @@ def _zero(*_args, **_keywords) -> int:
 
 
 class _CudaOnCpu:
-    """Stands where a re-targeted module says `torch.cuda`. What is not listed is torch's own."""
+    """Replacement of `torch.cuda` in re-targeted modules. Other attributes are torch's own."""
 
     Stream = Event = _Stream
     FloatTensor = torch.FloatTensor
@@ -120,7 +117,7 @@ CUDA = _CudaOnCpu()
 
 
 class _Retarget(ast.NodeTransformer):
-    """`torch.cuda` → CUDA above, `x.cuda(...)` → `x.cpu()`, "cuda" → "cpu", no pinned memory."""
+    """Replace `torch.cuda`, `x.cuda(...)` and "cuda" by their CPU versions; no pinned memory."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -167,7 +164,7 @@ def _retargeted(source: bytes, path: str) -> types.CodeType:
 
 
 def _header(tree: ast.Module) -> int:
-    """How many statements are the docstring and `from __future__` imports."""
+    """Return the number of leading statements: docstring and `from __future__` imports."""
     for position, node in enumerate(tree.body):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
@@ -176,8 +173,10 @@ def _header(tree: ast.Module) -> int:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles re-targeted source (never to a .pyc: it is not the file's own code) and applies the
-    module's repair."""
+    """Compiles re-targeted source and applies the module's repair.
+
+    Re-targeted code is never cached as .pyc, because it is not the file's code.
+    """
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
@@ -187,8 +186,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return _retargeted(source, path)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """What both packages warn about at import (Transformer Engine, apex, their own names) is
-        none of our users' doing."""
+        # Both packages warn at import about missing optional packages and about their own names.
+        # Users cannot change that.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             super().exec_module(module)
@@ -209,23 +208,24 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _no_compiler_for_three_line_functions(module) -> None:
+def _disable_jit(module) -> None:
     if not CUDA_FOUND:
+        # Compiling Megatron's three-line functions costs more than it saves.
         module.jit_fuser = lambda function: function
 
 
-def _random_state_of_the_cpu(module) -> None:
+def _use_cpu_random_state(module) -> None:
     if not CUDA_FOUND:
         module._get_cuda_rng_state = CUDA.get_rng_state
         module._set_cuda_rng_state = CUDA.set_rng_state
 
 
-def _moe_without_transformer_engine(module) -> None:
-    """0.16.1 names `te_general_gemm` without importing it, and converts to numpy only what
-    `is_cuda`."""
+def _repair_moe(module) -> None:
+    # 0.16.1 reads `te_general_gemm` without importing it.
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
     if not CUDA_FOUND:
+        # Megatron's function converts only CUDA tensors to NumPy.
         module.maybe_move_tensor_to_cpu = _to_numpy
 
 
@@ -233,17 +233,18 @@ def _to_numpy(tensor, as_numpy: bool = False, **_unused) -> object:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _latent_attention_without_transformer_engine(module) -> None:
+def _repair_latent_attention(module) -> None:
     if not isinstance(module.TELinear, type):
         module.TELinear = type("NoTELinear", (), {})
         module.HAVE_TE = False
 
 
-def _distributed_optimizer_with_torch_adam(module) -> None:
-    """Its `_set_main_param_and_optimizer_states` wants a saved `step` per parameter, which it does
-    not save."""
+def _repair_distributed_optimizer(module) -> None:
     if module.HAVE_APEX_OR_TE:
         return
+
+    # With torch's Adam, Megatron's function requires a saved `step` per parameter, but Megatron
+    # does not save it.
 
     def set_states(self, model_param, tensors) -> None:
         group, order = self.model_param_group_index_map[model_param]
@@ -256,28 +257,34 @@ def _distributed_optimizer_with_torch_adam(module) -> None:
     module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
-def _gradient_norm_without_waiting(module) -> None:
-    """Without Transformer Engine and apex it asks the device for the norm of one parameter after
-    another."""
+def _use_foreach_gradient_norm(module) -> None:
+    """Compute the gradient norm without one device synchronisation per parameter.
+
+    Megatron does that without Transformer Engine and apex.
+    """
     if not hasattr(module, "local_multi_tensor_l2_norm"):
         return
 
-    every: Any = torch
+    untyped_torch: Any = torch
 
     def norm(_size, _flag, lists, _per_tensor) -> tuple[torch.Tensor, None]:
-        return torch.linalg.vector_norm(torch.stack(every._foreach_norm(lists[0]))).reshape(1), None
+        norms = torch.stack(untyped_torch._foreach_norm(lists[0]))
+        return torch.linalg.vector_norm(norms).reshape(1), None
 
     def scale(_size, _flag, lists, factor: float) -> None:
         assert lists[0] is lists[1]
-        every._foreach_mul_(lists[1], factor)
+        untyped_torch._foreach_mul_(lists[1], factor)
 
     module.l2_norm_impl = norm
     module.multi_tensor_scale_impl = scale
 
 
-def _packed_rotation_without_waiting(module) -> None:
-    """Megatron asks the device how long each segment is, in every layer, and slices the angles of
-    one after another."""
+def _use_indexed_packed_rotation(module) -> None:
+    """Rotate packed segments without device synchronisation.
+
+    Megatron reads the length of each segment from the device in every layer, and slices the angles
+    segment by segment.
+    """
 
     def rotate(
         t,
@@ -300,24 +307,26 @@ def _packed_rotation_without_waiting(module) -> None:
             within = torch.where(
                 within < half, rank * half + within, (2 * size - 2 - rank) * half + within
             )
-        turned = module._apply_rotary_pos_emb_bshd(
+        rotated = module._apply_rotary_pos_emb_bshd(
             t.unsqueeze(1),
             freqs.index_select(0, within),
             rotary_interleaved=rotary_interleaved,
             multi_latent_attention=multi_latent_attention,
             mscale=mscale,
         )
-        return turned.squeeze(1)
+        return rotated.squeeze(1)
 
     module._apply_rotary_pos_emb_thd = rotate
 
 
-def _checkpoints_without_more_processes(module) -> None:
-    """Megatron writes from forked processes (of a process full of threads) and collects results
-    through a spawned manager, which imports the main module again and outlives a rank that is
-    killed. Threads and plain queues do the same."""
+def _write_checkpoints_by_threads(module) -> None:
+    """Write checkpoints by threads instead of processes.
+
+    Megatron forks a process that has many threads. It collects results through a spawned manager,
+    which imports the main module again and outlives a rank that is killed.
+    """
     results: queue.Queue = queue.Queue()
-    write_one = module.FileSystemWriterAsync.write_preloaded_data
+    write_bucket = module.FileSystemWriterAsync.write_preloaded_data
 
     def write(transforms, use_msc, _rank, buckets, _results) -> None:
         done = queue.Queue()
@@ -325,31 +334,33 @@ def _checkpoints_without_more_processes(module) -> None:
         with ThreadPoolExecutor(len(buckets)) as pool:
             for i, bucket in enumerate(buckets):
                 tokens.put(i)
-                pool.submit(write_one, transforms, i, bucket, done, tokens, True, use_msc=use_msc)
+                pool.submit(
+                    write_bucket, transforms, i, bucket, done, tokens, True, use_msc=use_msc
+                )
         written = dict(done.get_nowait() for _ in buckets)
-        failed = [found for found in written.values() if isinstance(found, Exception)]
-        results.put(failed[0] if failed else written)
+        errors = [result for result in written.values() if isinstance(result, Exception)]
+        results.put(errors[0] if errors else written)
 
     module._get_write_results_queue = lambda: results
     module.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
 
 
 _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
-    "megatron.core.jit": _no_compiler_for_three_line_functions,
-    "megatron.core.tensor_parallel.random": _random_state_of_the_cpu,
-    "megatron.core.transformer.moe.moe_utils": _moe_without_transformer_engine,
-    "megatron.core.transformer.multi_latent_attention": _latent_attention_without_transformer_engine,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoints_without_more_processes,
-    "megatron.core.models.common.embeddings.rope_utils": _packed_rotation_without_waiting,
-    "megatron.core.optimizer.clip_grads": _gradient_norm_without_waiting,
-    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer_with_torch_adam,
+    "megatron.core.jit": _disable_jit,
+    "megatron.core.tensor_parallel.random": _use_cpu_random_state,
+    "megatron.core.transformer.moe.moe_utils": _repair_moe,
+    "megatron.core.transformer.multi_latent_attention": _repair_latent_attention,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _write_checkpoints_by_threads,
+    "megatron.core.models.common.embeddings.rope_utils": _use_indexed_packed_rotation,
+    "megatron.core.optimizer.clip_grads": _use_foreach_gradient_norm,
+    "megatron.core.optimizer.distrib_optimizer": _repair_distributed_optimizer,
 }
 
 
 def _install() -> None:
-    late = [name for name in sys.modules if name.startswith(PACKAGES)]
-    if late:
-        raise ImportError(f"{__name__} must be imported before {late[0]}")
+    imported = [name for name in sys.modules if name.startswith(PACKAGES)]
+    if imported:
+        raise ImportError(f"{__name__} must be imported before {imported[0]}")
     sys.meta_path.insert(0, _Finder())
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
 

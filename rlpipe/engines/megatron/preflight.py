@@ -1,14 +1,10 @@
-"""Check before anything is started that Megatron-core takes a run's arguments together, for its
-model and its layout.
+"""`check_trainer`: check before a start that Megatron-core accepts a run's arguments together.
 
-    check_trainer(directory, model, train, deterministic=False)
-
-Megatron's three configuration classes refuse arguments that contradict each other, and the bridge
+Megatron's three configuration classes refuse arguments that contradict each other. The bridge
 refuses models and layouts that it cannot build. Both need torch and Megatron-core, whose import
-takes seconds and begins with CUDA. So they are built in a process of its own, which sees no GPU and
-makes no model. Without Megatron-core, on a machine that only submits runs, the ranks find out.
-
-Not here: arguments that are wrong by themselves (`rlpipe.config.arguments`).
+takes seconds and initialises CUDA. So a separate process without GPUs builds them, without a model.
+A machine that only submits runs may have no Megatron-core: there the ranks check.
+`rlpipe.config.arguments` checks single arguments.
 """
 
 from __future__ import annotations
@@ -28,20 +24,20 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
 
 DEADLINE_S = 300.0
-_WITH_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
-"""Modules that Megatron-core recomputes with the help of Transformer Engine's record of FP8."""
+_NEED_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+"""Modules that Megatron-core can recompute only with Transformer Engine."""
 
 
 def check_trainer(
     directory: Path, model: ModelConfig, train: TrainConfig, *, deterministic: bool = False
 ) -> None:
-    """Build Megatron's configuration of a run in a process of its own.
+    """Build Megatron's configuration of a run in a separate process.
 
     Raises: ConfigError for arguments, a model or a layout that the trainer's ranks would refuse.
     """
     if importlib.util.find_spec("megatron") is None:
         return
-    given = {
+    request = {
         "directory": str(directory),
         "model": model.model_dump(mode="json"),
         "train": train.model_dump(mode="json"),
@@ -51,7 +47,7 @@ def check_trainer(
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), source]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__],
-        input=json.dumps(given),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -60,7 +56,7 @@ def check_trainer(
     )
     if done.returncode:
         raise ConfigError(
-            "Megatron-core cannot be asked whether it takes these arguments",
+            "the process that checks these arguments with Megatron-core failed",
             where="train.megatron",
             found=f"exit status {done.returncode}: {done.stderr[-1000:].strip()}",
         )
@@ -68,13 +64,12 @@ def check_trainer(
         raise ConfigError(**error)
 
 
-def refused(given: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of a ConfigError for what `check_trainer` was given; None if all of it is
-    taken."""
-    train = TrainConfig.model_validate(given["train"])
-    model = ModelConfig.model_validate(given["model"])
+def refused(request: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a ConfigError for the request of `check_trainer`; None if accepted."""
+    train = TrainConfig.model_validate(request["train"])
+    model = ModelConfig.model_validate(request["model"])
     try:
-        _build(given["directory"], model, train, deterministic=given["deterministic"])
+        _build(request["directory"], model, train, deterministic=request["deterministic"])
     except ConfigError as error:
         fields = {
             "where": error.where,
@@ -85,19 +80,19 @@ def refused(given: dict[str, Any]) -> dict[str, Any] | None:
         texts = {name: value if value is None else str(value) for name, value in fields.items()}
         return {"problem": error.problem, **texts}
     except (ValueError, AssertionError, ImportError, TypeError, NotImplementedError) as error:
-        # What Megatron-core raises for arguments that it does not take together.
+        # Megatron-core raises all of these for arguments that contradict each other.
         return {
             "problem": "Megatron-core does not take these arguments together",
             "where": "train.megatron",
             "found": f"{type(error).__name__}: {' '.join(str(error).split())}",
-            "expected": f"arguments that go together; given {train.megatron} and {train.parallel.model_dump()}",
+            "expected": f"arguments that go together; given {train.megatron} and "
+            f"{train.parallel.model_dump()}",
         }
     return None
 
 
 def _build(directory: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool) -> None:
-    """Build the three configurations of Megatron-core. Raises: ConfigError, and whatever
-    Megatron-core raises."""
+    """Build Megatron-core's three configurations. Raises: ConfigError; Megatron-core's errors."""
     import torch
 
     from rlpipe.engines.megatron.bridges.bridge import layers_of
@@ -126,28 +121,21 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     ddp_config(train, for_ddp)
     optimizer_config(train, getattr(torch, model.dtype), for_optimizer)
     bridge = open_model(directory, model, train, deterministic=deterministic, sizes=sizes)
-    if train.replays_routing:
-        key = (
-            "use_rollout_routing_replay"
-            if train.use_rollout_routing_replay
-            else "use_routing_replay"
-        )
-        check_routing(bridge.config, where=f"train.{key}")
-    if (
-        "pipeline_model_parallel_layout" not in train.megatron
-    ):  # Megatron reads it from process groups only
+    check_routing(bridge.config, train)
+    # With this argument Megatron reads the stage from process groups, which do not exist here.
+    if "pipeline_model_parallel_layout" not in train.megatron:
         layers_of(bridge, stage=0)
     _check_packages(bridge.config)
 
 
 def _check_packages(config: Any) -> None:
-    """Raises: ConfigError for an argument that needs a package which is not installed."""
+    """Raises: ConfigError for an argument that needs a missing package."""
     needed = {
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
         and not _has_transformer_engine(),
         "recompute_modules": config.recompute_granularity == "selective"
-        and bool(_WITH_TRANSFORMER_ENGINE.intersection(config.recompute_modules))
+        and bool(_NEED_TRANSFORMER_ENGINE.intersection(config.recompute_modules))
         and not _has_transformer_engine(),
     }
     for name in filter(needed.get, needed):

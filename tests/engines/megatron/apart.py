@@ -12,11 +12,10 @@ import numpy as np
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.engines.megatron.checkpoint import checkpoint
+from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
 from rlpipe.engines.megatron.engine import MegatronEngine
-from rlpipe.engines.megatron.meeting import MeetingPlace
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.errors import StoreFull
 from tests.engines.megatron.ranks import engine, make_batch, with_returns
@@ -31,11 +30,11 @@ def policy(
     rank: int,
     world_size: int,
     port: int,
-    place: MeetingPlace,
+    place: ExchangeAddress,
 ) -> MegatronEngine:
     """A rank of the policy whose critic is elsewhere."""
     return engine(
-        model_dir, TrainConfig.model_validate(train), rank, world_size, port, meeting=place
+        model_dir, TrainConfig.model_validate(train), rank, world_size, port, critic_exchange=place
     )
 
 
@@ -62,7 +61,7 @@ def critic_of_its_own(
     model_dir: str,
     train: dict[str, Any],
     critic: dict[str, Any],
-    place: MeetingPlace,
+    place: ExchangeAddress,
 ) -> CriticEngine:
     """A rank of the critic."""
     source = HuggingFaceModel(type="huggingface", hf_checkpoint=model_dir)
@@ -75,7 +74,7 @@ def critic_of_its_own(
         rank=rank,
         world_size=world_size,
         master=("127.0.0.1", port),
-        meeting=place,
+        critic_exchange=place,
         threads=1,
         timeout_s=60.0,
     )
@@ -128,7 +127,7 @@ def one_rank_each(
     directories: tuple[str, ...],
 ) -> dict[str, Any]:
     """Rank 0 is the policy's, rank 1 the critic's."""
-    place = MeetingPlace(("127.0.0.1", ports[2]), 1, 1)
+    place = ExchangeAddress(("127.0.0.1", ports[2]), 1, 1)
     if rank == 0:
         ours: Engine = policy(model_dir, train, 0, 1, ports[0], place)
     else:
@@ -145,7 +144,7 @@ def one_rank_each(
 def without_room_for_both(ours: Engine, directory: str) -> str:
     """What saving says where there is room for one of the two, on a disk that both write to."""
     model = ours.trained if isinstance(ours, MegatronEngine) else ours.critic.trained
-    needed = checkpoint._room([model], Path(directory) / "iter_0000001").needed_bytes
+    needed = checkpoint._disk_space([model], Path(directory) / "iter_0000001").needed_bytes
     there, shutil.disk_usage = shutil.disk_usage, lambda _: SimpleNamespace(free=needed * 3 // 2)  # type: ignore[assignment]
     try:
         ours.save_checkpoint(directory, 1)
@@ -167,7 +166,7 @@ def of_critic(
     saved: str,
 ) -> dict[str, Any]:
     """All ranks are the critic's; the policy is one rank elsewhere."""
-    place = MeetingPlace(("127.0.0.1", meeting), 1, world_size)
+    place = ExchangeAddress(("127.0.0.1", meeting), 1, world_size)
     ours = critic_of_its_own(rank, world_size, port, model_dir, train, critic, place)
     try:
         return history(ours, saved)

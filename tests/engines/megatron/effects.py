@@ -28,7 +28,7 @@ from rlpipe.batch.packing import plan
 from rlpipe.config.arguments import names
 from rlpipe.config.arguments.table import TABLE
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.checkpoint.state import tensors
+from rlpipe.engines.megatron.checkpoint.state import named_state
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.families import make
 from tests.engines.megatron.ranks import engine, make_batch, near
@@ -159,7 +159,7 @@ def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str
             batch.lengths, global_batch_size=12, max_tokens=ours.max_tokens, data_parallel=1
         )
         steps = ours.train(batch, packing).steps
-        state = dict(tensors(ours.trained))
+        state = dict(named_state(ours.trained))
         gradients = {
             name: getattr(one, "main_grad")  # noqa: B009 (Megatron sets it; torch does not know it)
             for name, one in ours.trained.model.named_parameters()

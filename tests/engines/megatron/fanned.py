@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.batch.packing import BatchColumns, plan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from tests.engines.megatron.ranks import engine, make_batch, near
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpipe.batch.packing import BatchColumns, plan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.system.ports import free_port
 
 
@@ -235,7 +235,7 @@ def room_and_size(
 
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port, dtype=dtype)
     ours.load_hf()
-    room = checkpoint._room([ours.trained], Path(directory) / "iter_0000001")
+    room = checkpoint._disk_space([ours.trained], Path(directory) / "iter_0000001")
     folder = ours.save_checkpoint(directory, 1)
     ours.close()
     needed = (room.needed_bytes - checkpoint.SPARE_BYTES) / checkpoint.SPARE

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe.batch.packing import BatchColumns, PackingPlan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan
 from rlpipe.config.train import TrainConfig
 
 

@@ -13,7 +13,10 @@ import torch
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
-from rlpipe.engines.megatron.checkpoint.conversion.skeleton import Skeleton, alone
+from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
+    MetaModel,
+    single_process_groups,
+)
 from tests.engines.megatron.ranks import engine, make_batch
 
 
@@ -39,18 +42,20 @@ def in_old_format(
 ) -> None:
     """Write the model as so many ranks of Megatron-LM with Transformer Engine's layers would: its
     names, its folders, and some rows of padding at the end of the vocabulary."""
-    with alone():
-        skeleton = Skeleton(model_dir, torch.float32)
+    with single_process_groups():
+        meta_model = MetaModel(model_dir, torch.float32)
         weights = HfWeights(model_dir)
         whole = {
-            skeleton.theirs[name]: (
-                skeleton.parameter(name),
-                skeleton.from_hf(name, [weights.read(each) for each in skeleton.hf_names(name)]),
+            meta_model.mbridge_names[name]: (
+                meta_model.parameter(name),
+                meta_model.from_hf(
+                    name, [weights.read(each) for each in meta_model.hf_names(name)]
+                ),
             )
-            for name in skeleton.tensors
+            for name in meta_model.tensors
         }
-        layers = skeleton.bridge.config.num_layers // pipeline
-        experts = (skeleton.bridge.config.num_moe_experts or 0) // expert
+        layers = meta_model.bridge.config.num_layers // pipeline
+        experts = (meta_model.bridge.config.num_moe_experts or 0) // expert
         for stage in range(pipeline):
             for part in range(expert):
                 states: list[dict[str, Any]] = [{} for _ in range(tensor)]
@@ -58,7 +63,7 @@ def in_old_format(
                     local = _local(name, stage, part, layers, experts, last=pipeline - 1)
                     for rank, piece in enumerate(
                         _pieces(
-                            skeleton, name, parameter, _padded(name, value, padded_rows), tensor
+                            meta_model, name, parameter, _padded(name, value, padded_rows), tensor
                         )
                     ):
                         if local is not None:
@@ -87,14 +92,14 @@ def _padded(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _pieces(
-    skeleton: Skeleton, name: str, parameter: Any, value: torch.Tensor, tensor: int
+    meta_model: MetaModel, name: str, parameter: Any, value: torch.Tensor, tensor: int
 ) -> list[torch.Tensor]:
     if not getattr(parameter, "tensor_model_parallel", False):
         return [value] * tensor
     shape = list(value.shape)
     shape[parameter.partition_dim] //= tensor
     target = torch.empty(shape, device="meta")
-    return list(skeleton.bridge._weight_split_across_tp(name, value, target, tensor))
+    return list(meta_model.bridge._weight_split_across_tp(name, value, target, tensor))
 
 
 def _local(name: str, stage: int, part: int, layers: int, experts: int, *, last: int) -> str | None:

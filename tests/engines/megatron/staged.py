@@ -20,7 +20,7 @@ def export_both_ways(
 ) -> dict[str, Any]:
     """Tensors by name: of this rank's stage, of the whole model, and as mbridge exports it; and
     where this rank is."""
-    from rlpipe.engines.megatron.bridges.bridge import shown
+    from rlpipe.engines.megatron.bridges.bridge import mbridge_view
     from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 
     ours = engine(
@@ -36,7 +36,7 @@ def export_both_ways(
             "whole": {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()},
             "mbridge's": {
                 name: tensor.detach().numpy()
-                for name, tensor in bridge.export_weights([shown(bridge, model)])
+                for name, tensor in bridge.export_weights([mbridge_view(bridge, model)])
             },
             "is_sender": pipeline_position().is_sender,
         }

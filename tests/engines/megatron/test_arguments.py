@@ -15,7 +15,7 @@ import pytest
 
 from rlpipe.config.arguments import names
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.arguments import give_arguments
+from rlpipe.engines.megatron.arguments import set_global_arguments
 from rlpipe.errors import ConfigError
 
 PROVIDER = "def extra_args_provider(parser):\n    parser.add_argument('--ours-rank', type=int, default=4)\n    return parser\n"
@@ -27,9 +27,9 @@ from rlpipe.config.train import TrainConfig
 given = {"ours_rank": 16, "ours_field": 3, "recompute_granularity": "selective"}
 check_megatron(given)
 train = TrainConfig.model_validate({"megatron": given, "optimizer": {"lr": 0.5}})
-from rlpipe.engines.megatron.arguments import give_arguments
-give_arguments(train)
-from rlpipe.engines.megatron.facts import facts
+from rlpipe.engines.megatron.arguments import set_global_arguments
+set_global_arguments(train)
+from rlpipe.engines.megatron.reproducibility import facts
 from rlpipe.engines.megatron.model.build import split_arguments
 from megatron.training.global_vars import get_args
 args = get_args()
@@ -98,14 +98,12 @@ def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(
 def test_a_provider_without_a_place_to_ask_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert give_arguments(TrainConfig()) is None
+    assert set_global_arguments(TrainConfig()) is None
     shutil.rmtree(folder / "megatron" / "training")
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     names.load.cache_clear()
     try:
-        with pytest.raises(
-            ConfigError, match=r"(?s)not where its code asks for arguments.*megatron\.training"
-        ):
-            give_arguments(TrainConfig())
+        with pytest.raises(ConfigError, match=r"(?s)no global arguments.*megatron\.training"):
+            set_global_arguments(TrainConfig())
     finally:
         names.load.cache_clear()

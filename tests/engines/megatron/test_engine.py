@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpipe.batch.packing import BatchColumns, plan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import plan
 from rlpipe.config.algorithms import LossConfig
-from rlpipe.config.megatron_hooks import CALLS, MegatronHooks
+from rlpipe.config.megatron_hooks import PARAMETERS, MegatronHooks
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.train.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
@@ -372,7 +373,7 @@ def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_
 ):
     (tmp_path / "mine.py").write_text(HOOKS)
     names = ("init", "log_prob", "step")
-    paths = {key: f"{tmp_path}/mine.py:{name}" for key, name in zip(CALLS, names, strict=True)}
+    paths = {key: f"{tmp_path}/mine.py:{name}" for key, name in zip(PARAMETERS, names, strict=True)}
     norms = []
     batch = make_batch()
     for extra in (0.0, 0.5):

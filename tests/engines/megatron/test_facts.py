@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from rlpipe.engines.megatron.facts import facts
 from rlpipe.engines.megatron.platform import CUDA_FOUND
+from rlpipe.engines.megatron.reproducibility import facts
 
 
 def test_it_says_by_what_and_from_where():

@@ -120,7 +120,7 @@ def test_packed_attention_is_that_of_each_segment_alone(cp_size):
 
 
 def _held(lengths: np.ndarray, bounds: np.ndarray, cp_size: int, rank: int) -> torch.Tensor:
-    """Global places of a rank's tokens: chunks r and 2c-1-r of every segment."""
+    """Global positions of a rank's tokens: chunks r and 2c-1-r of every segment."""
     chunks = [
         np.split(np.arange(a, a + n), 2 * cp_size)
         for a, n in zip(bounds[:-1], lengths, strict=True)
@@ -140,7 +140,7 @@ def test_a_hash_made_by_the_kernel_is_the_one_made_by_torch():
     content = torch.randint(
         0, 256, (100_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
-    assert state.on_device_hash(content.cuda()).tolist() == state.on_device_hash(content).tolist()
+    assert state.device_hash(content.cuda()).tolist() == state.device_hash(content).tolist()
 
 
 def test_twenty_packed_steps_come_out_the_same_three_times_and_what_that_costs(models):

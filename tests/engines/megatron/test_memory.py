@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rlpipe.batch.packing import plan
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import OptimizerConfig, TrainConfig
+from rlpipe.config.train import CriticConfig, OptimizerConfig, TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.memory import (
     CHUNK_BYTES,
@@ -20,7 +19,7 @@ from rlpipe.engines.megatron.memory import (
     DeviceMemory,
     HostCopy,
     Part,
-    Resident,
+    RankModels,
 )
 from rlpipe.errors import TrainerError
 from rlpipe.system.ports import free_port
@@ -58,7 +57,7 @@ def train_once(ours: MegatronEngine, seed: int) -> str:
 
 
 def held_bytes(ours: MegatronEngine, *parts: Part) -> int:
-    tensors = Resident((ours._trained,)).tensors() if ours._trained else {}
+    tensors = RankModels((ours._trained,)).tensors() if ours._trained else {}
     storages = [tensor.untyped_storage() for part in parts for tensor in tensors[part]]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -89,7 +88,7 @@ def test_sleeping_parts_take_no_memory_and_answer_with_an_error(ours: MegatronEn
     assert held_bytes(ours, "optimizer") < all_bytes / 2
     batch = make_batch()
     packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
-    with pytest.raises(TrainerError, match=r"optimizer, gradients asleep"):
+    with pytest.raises(TrainerError, match=r"optimizer, gradients offloaded"):
         ours.train(batch, packing)
     assert ours.occupy(())["kept_bytes"] == 0
     for call in (
@@ -126,7 +125,7 @@ def test_a_critic_and_a_teacher_sleep_with_the_policy(models: dict[str, str]):
         packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
         for _ in range(2):
             ours.occupy(("weights",))
-            with pytest.raises(TrainerError, match="teacher asleep"):
+            with pytest.raises(TrainerError, match="teacher offloaded"):
                 ours.score(batch, model="teacher")
             np.testing.assert_array_equal(ours.values(batch), values)
             ours.occupy(("weights", "teacher"))
@@ -173,10 +172,10 @@ def test_storages_of_any_size_are_cut_at_the_ends_of_chunks(monkeypatch: pytest.
     before = [tensor.clone() for tensor in tensors]
     copy = HostCopy()
     storages = [tensor.untyped_storage() for tensor in tensors]
-    copy.take(storages)
+    copy.copy_from(storages)
     for tensor in tensors:
         tensor.zero_()
-    copy.give(storages)
+    copy.copy_to(storages)
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
     assert CHUNK_BYTES == 2**28
 
@@ -189,7 +188,7 @@ def test_a_storage_that_several_tensors_share_is_moved_once_with_its_first_part(
         "optimizer": [whole[2:6]],
     }
     memory.occupy(tensors, ("weights",))
-    assert memory.asleep == {"optimizer", "gradients", "teacher"}
+    assert memory.offloaded == {"optimizer", "gradients", "teacher"}
     assert whole.tolist() == list(range(8))
     memory.occupy(tensors, ())
     assert whole.untyped_storage().nbytes() == 0

@@ -1,2 +1,4 @@
-"""Model families whose bridge mbridge lacks or has wrong, and how a directory is read. Importing
-one registers it."""
+"""Bridges between Hugging Face directories and Megatron: model families, config.json and weights.
+
+Importing a family's module registers its bridge.
+"""

@@ -1,11 +1,9 @@
-"""From a Hugging Face directory to Megatron's configuration and weights and back, by mbridge.
+"""Megatron's configuration and weights of a Hugging Face directory, by mbridge.
 
-mbridge's tables are written in the names of Transformer Engine layers; ours are the local ones, so
-models are shown to it through `_Renamed`. What else differs from what it expects is mended here (a
-class-wide table that a tied model edits) and in `bridges`, a file for each family and for what is
-read of a directory.
-
-Not here: building the model (`model`), its weights by Hugging Face name (`stages`).
+`open_bridge` makes mbridge's bridge of a directory, `layers_of` and `model_arguments` the arguments
+of the model, and `load_weights` fills a model. `stages` yields weights by Hugging Face name.
+mbridge's tables use the names of Transformer Engine's layers. Our layers are Megatron's local ones,
+so mbridge gets models through `mbridge_view`.
 """
 
 from __future__ import annotations
@@ -26,14 +24,17 @@ from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
 from mbridge.core.parallel_states import ParallelStates
 from mbridge.core.util import unwrap_model
 
-from rlpipe.engines.megatron.bridges import experts, llama  # noqa: F401
+from rlpipe.engines.megatron.bridges import experts  # noqa: F401
 from rlpipe.engines.megatron.bridges.deepseek import DeepseekV3
-from rlpipe.engines.megatron.bridges.files import WeightFiles
-from rlpipe.engines.megatron.bridges.glm4 import Glm4
+from rlpipe.engines.megatron.bridges.dense import Glm4
 from rlpipe.engines.megatron.bridges.hf_config import read_config
+from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.layers import ValueModel, block_spec
 from rlpipe.errors import ConfigError
 
+# Fields of TransformerConfig for our layers. mbridge's defaults need Transformer Engine, apex and
+# CUDA. No auxiliary loss: Megatron multiplies it by the number of tokens, and `passes` never
+# divides by that number.
 LOCAL = {
     "masked_softmax_fusion": False,
     "persist_layer_norm": False,
@@ -47,9 +48,6 @@ LOCAL = {
     "gradient_accumulation_fusion": False,
     "attention_backend": "auto",
 }
-"""What the layers of `layers.py` need (mbridge's defaults ask for Transformer Engine, apex and
-CUDA), and no auxiliary loss: Megatron multiplies that one by the number of tokens, which `passes`
-never divides by."""
 
 
 def open_bridge(
@@ -60,88 +58,94 @@ def open_bridge(
     pad_to: int = 1,
     **transformer: Any,
 ) -> LLMBridge:
-    """mbridge's bridge for this directory. `transformer`: fields of TransformerConfig. `sizes`: the
-    parallel layout; None: that of the process groups, which must exist already. `pad_to`: as
-    `pad_vocabulary`.
+    """Return mbridge's bridge for this directory.
 
-    Raises: ConfigError for a model that the trainer does not compute.
+    `transformer`: fields of TransformerConfig. `sizes`: the parallel layout; None: that of the open
+    process groups. `pad_to`: as `pad_vocabulary`. Raises: ConfigError for a model that the trainer
+    does not support.
     """
     hf_config = read_config(model_dir)
-    more = {} if sizes is None else {"parallel_states": sizes}
-    bridge = with_own_table(BRIDGES[hf_config.model_type], hf_config, dtype, **more)
-    known = {f.name for f in dataclasses.fields(bridge.config)}
+    layout = {} if sizes is None else {"parallel_states": sizes}
+    bridge = with_own_table(BRIDGES[hf_config.model_type], hf_config, dtype, **layout)
+    # Latent attention has another configuration class with other fields.
+    fields = {field.name for field in dataclasses.fields(bridge.config)}
     bridge.set_extra_args(
-        **{name: value for name, value in {**LOCAL, **transformer}.items() if name in known}
+        **{name: value for name, value in {**LOCAL, **transformer}.items() if name in fields}
     )
     pad_vocabulary(bridge, pad_to)
     return bridge
 
 
 def pad_vocabulary(bridge: LLMBridge, pad_to: int) -> None:
-    """Let embedding and output layer have a multiple of `pad_to` × TP rows: those of tokens, then
-    padding, which is 0.
+    """Pad the rows of embedding and output layer to a multiple of `pad_to` × TP.
 
-    By default as few as tensor parallelism needs, and none where TP divides the vocabulary.
-    (Megatron-LM's default is 128; that would change the shapes, and so the state's digest, of
-    models that need no padding.) Padding rows stay 0: no token is looked up there, and log-probs
-    leave them out (`layers.PolicyModel`). Weights by Hugging Face name never have them: mbridge
-    adds them when it reads, and cuts them off when it writes. Raises: ConfigError if `pad_to` is
-    not 1 or more.
+    The rows of tokens come first, then padding rows of 0. By default TP is the multiple. Padding
+    rows stay 0: no token reads them, and log-probs exclude them (`layers.PolicyModel`). Weights by
+    Hugging Face name do not have them: mbridge adds them when it reads and removes them when it
+    writes. Raises: ConfigError if `pad_to` is below 1.
     """
     if pad_to < 1:
         raise ConfigError(
-            "the vocabulary cannot be padded to this",
+            "the vocabulary cannot be padded to this multiple",
             where=f"train.megatron.{PAD_TO}",
             found=pad_to,
             expected="1 or more",
         )
-    known: Any = bridge
-    unit = pad_to * known.mpu.tp_size
-    vocabulary = known.hf_config.vocab_size
-    known.vocab_size = vocabulary
-    known.padded_vocab_size = -(-vocabulary // unit) * unit
-    known.make_vocab_size_divisible_by = unit if known.padded_vocab_size > vocabulary else None
+    # Megatron-LM's default multiple, 128, would change the shapes, and so the state's digest, of
+    # models that need no padding.
+    target: Any = bridge
+    multiple = pad_to * target.mpu.tp_size
+    vocabulary = target.hf_config.vocab_size
+    target.vocab_size = vocabulary
+    target.padded_vocab_size = -(-vocabulary // multiple) * multiple
+    target.make_vocab_size_divisible_by = (
+        multiple if target.padded_vocab_size > vocabulary else None
+    )
 
 
 def model_arguments(bridge: LLMBridge) -> dict[str, Any]:
-    """What GPTModel takes beside Megatron's configuration and its layers, with the size of the
-    padded vocabulary."""
+    """Return GPTModel's further arguments, with the padded vocabulary."""
     padded: Any = bridge.padded_vocab_size
     return bridge._get_gptmodel_args() | {"vocab_size": padded}
 
 
 def layers_of(bridge: LLMBridge, stage: int | None = None) -> Any:
-    """The layers of a pipeline stage, as GPTModel takes them. `stage`, and what it raises: as
-    `block_spec`."""
+    """Return the layer specification of a pipeline stage for GPTModel.
+
+    `stage` and errors: as `block_spec`.
+    """
     block = block_spec(bridge.config, stage)
     return bridge.adapted(block) if isinstance(bridge, Glm4 | DeepseekV3) else block
 
 
 @torch.no_grad()
 def load_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module], model_dir: str) -> None:
-    """Fill the models from the directory's safetensors, a parameter at a time. Collective.
+    """Load the directory's safetensors into the models, a parameter at a time. Collective.
 
     Raises: ConfigError if weights are missing.
     """
-    shown: Any = [_Renamed(model, bridge) for model in models]
-    bridge.load_weights(shown, model_dir, memory_efficient=True)
+    views = [mbridge_view(bridge, model) for model in models]
+    bridge.load_weights(views, model_dir, memory_efficient=True)
     bridge.safetensor_io = None
 
 
-def shown(bridge: LLMBridge, model: torch.nn.Module) -> Any:
-    """The model as mbridge is shown it: `state_dict` and `named_parameters`, in their order, by the
-    names of its tables."""
-    return _Renamed(model, bridge)
+def mbridge_view(bridge: LLMBridge, model: torch.nn.Module) -> Any:
+    """Return a view of the model with the names of mbridge's tables.
+
+    It has `state_dict` and `named_parameters`, in the model's order.
+    """
+    return _MbridgeView(model, bridge)
 
 
 def with_own_table(
     kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype, **more: Any
 ) -> LLMBridge:
-    """mbridge's bridge of this kind (`more`: its further arguments).
+    """Make mbridge's bridge of this kind, with its own copy of the class's table of names.
 
-    A tied model edits its class's mapping when a bridge is made; the edit is given to the instance,
-    and undone.
+    `more`: further arguments of the bridge.
     """
+    # The constructor of a tied model edits the table of its class. Give the edited copy to the
+    # instance and restore the class.
     owner: Any = next(base for base in kind.__mro__ if "_DIRECT_MAPPING" in vars(base))
     table = owner._DIRECT_MAPPING
     owner._DIRECT_MAPPING = dict(table)
@@ -154,9 +158,11 @@ def with_own_table(
     return bridge
 
 
-class _Renamed:
-    """What mbridge asks of a model (decoder, state_dict, named_parameters), in Transformer Engine's
-    names; no value head."""
+class _MbridgeView:
+    """The attributes of a model that mbridge reads, with Transformer Engine's names.
+
+    The view has no value head.
+    """
 
     def __init__(self, model: torch.nn.Module, bridge: LLMBridge) -> None:
         self._model: Any = unwrap_model(model)
@@ -164,7 +170,7 @@ class _Renamed:
         self.is_tied = self._model.share_embeddings_and_output_weights
         self._latent = bool(getattr(bridge.config, "multi_latent_attention", False))
         self.decoder = self._model.decoder
-        self._routed = {
+        self._layers_with_experts = {
             i for i, layer in enumerate(self.decoder.layers) if hasattr(layer.mlp, "router")
         }
 
@@ -195,7 +201,7 @@ class _Renamed:
     def _leaf(self, leaf: str, number: int) -> str:
         if leaf.startswith("input_layernorm.") and not self._latent:
             return leaf.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        if leaf.startswith("pre_mlp_layernorm.") and number not in self._routed:
+        if leaf.startswith("pre_mlp_layernorm.") and number not in self._layers_with_experts:
             return leaf.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         if self._latent and ".q_layernorm." in leaf:
             return leaf.replace(".q_layernorm.", ".linear_q_up_proj.layer_norm_")

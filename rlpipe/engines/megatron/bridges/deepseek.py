@@ -1,17 +1,16 @@
-"""DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2; and GLM-4.7-Flash, which has the same layers
-under another name.
+"""DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2, and GLM-4.7-Flash with the same layers.
 
-mbridge's bridge is for the one size of V3 in bf16 with transformers 4: it leaves out groups of
-experts, and with transformers 5 the stretched rotation too. Layers that predict further tokens are
-not trained; `kept` carries them through an export. The norms of the latents have the config's
-epsilon, as in SGLang; transformers takes 1e-6 whatever it says (Moonlight, GLM-4.7-Flash: 1e-5).
-
-Not here: reading FP8 (`files`).
+mbridge's bridge supports only the one size of V3, in bf16, with transformers 4. It leaves out
+groups of experts, and with transformers 5 also the YaRN rotation. Layers for multi-token prediction
+are not trained; an export copies them. The norms of the latents use the config's epsilon, as in
+SGLang. transformers always uses 1e-6, but the configs of Moonlight and GLM-4.7-Flash have 1e-5.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 import rlpipe.engines.megatron.platform  # noqa: F401
 
@@ -21,15 +20,49 @@ from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from rlpipe.engines.megatron.bridges.experts import groups
+from rlpipe.engines.megatron.bridges.experts import expert_groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
-from rlpipe.engines.megatron.bridges.latent import LatentAttention
 from rlpipe.engines.megatron.model.layers import distinct_layers, require_own
 
 
+class DownProjection(torch.nn.Module):
+    """A projection [L / TP, 1, H] → [L / TP, 1, size] with the full weight on every rank."""
+
+    def __init__(self, config: MLATransformerConfig, size: int) -> None:
+        super().__init__()
+        self.weight: Any = torch.nn.Parameter(
+            torch.empty(size, config.hidden_size, dtype=config.params_dtype)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the product, and None for Megatron's bias."""
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with correct gradients on tensor and sequence parallel ranks.
+
+    Megatron's local layers split the two down projections by columns and gather their outputs. All
+    heads read the same rotated part of the keys, each rank has the gradient of its own heads, and
+    the gather's backward pass does not sum these gradients. With two ranks a sixth of the gradient
+    norm was missing. Here every rank has the full down projections, as in Transformer Engine's
+    layers, and Megatron sums over sequence parallel ranks.
+
+    Tensor parallelism without sequence parallelism is not possible: experts do not support it.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **keywords: Any) -> None:
+        super().__init__(config, *args, **keywords)
+        self.linear_kv_down_proj = DownProjection(
+            config, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        )
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = DownProjection(config, config.q_lora_rank)
+
+
 def _latent_attention_config(**fields: Any) -> MLATransformerConfig:
-    """mbridge 0.15 calls it `max_position_embeddings`, Megatron-core since 0.15
-    `original_max_position_embeddings`."""
+    # mbridge 0.15 still uses the name that Megatron-core had before 0.15.
     if "max_position_embeddings" in fields:
         fields["original_max_position_embeddings"] = fields.pop("max_position_embeddings")
     return MLATransformerConfig(**fields)
@@ -56,13 +89,13 @@ def _rotation(rope: dict[str, Any]) -> dict[str, Any]:
 
 @register_model("deepseek_v3")
 class DeepseekV3(DeepseekV3Bridge):
-    """mbridge's, mended."""
+    """mbridge's bridge with groups of experts, all rotations and no multi-token prediction."""
 
     TransformerConfigClass: Any = staticmethod(_latent_attention_config)
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
         fields |= {
-            **groups(self.hf_config),
+            **expert_groups(self.hf_config),
             **_rotation(rope_of(self.hf_config)),
             "mtp_num_layers": None,
         }
@@ -70,8 +103,7 @@ class DeepseekV3(DeepseekV3Bridge):
 
     @staticmethod
     def adapted(block: Any) -> Any:
-        """A stage's layers as `layers.block_spec` makes them, with attention that tensor parallel
-        ranks can share."""
+        """Replace the attention of `layers.block_spec` by `LatentAttention`."""
         for layer in distinct_layers(block):
             require_own("self_attention", layer.submodules.self_attention.module, MLASelfAttention)
             layer.submodules.self_attention.module = LatentAttention

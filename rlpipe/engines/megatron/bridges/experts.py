@@ -1,12 +1,9 @@
-"""Mixtures of experts: Qwen's, Mixtral and GLM-4.5's, with the settings of config.json that mbridge
-does not read.
+"""Mixtures of experts: Qwen's, Mixtral and GLM-4.5, with settings that mbridge does not read.
 
-It renormalises the chosen experts' weights or not by model type (Mixtral's never, though the model
-does), gives attention biases to every GLM, leaves out the gate of Qwen2's shared expert, and knows
-neither groups of experts nor more than one shared expert. Biases of routers stay what they are:
-nothing moves them during RL.
-
-Not here: DeepSeek's family (`deepseek`), which settings are refused (`supported`).
+mbridge normalises the weights of chosen experts by model type (Mixtral's never, although the model
+does), gives attention biases to every GLM, and leaves out the gate of Qwen2's shared expert. It
+supports neither groups of experts nor more than one shared expert. Biases of routers stay constant
+during RL. DeepSeek's family is in `deepseek`.
 """
 
 from __future__ import annotations
@@ -23,14 +20,13 @@ from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 
 
-def groups(hf_config: Any) -> dict[str, Any]:
-    """Megatron's fields for a router that looks into the best `topk_group` of `n_group` groups of
-    experts; biases at rest."""
-    number = hf_config.n_group or 1
+def expert_groups(hf_config: Any) -> dict[str, Any]:
+    """Return Megatron's fields for a router over the best `topk_group` of `n_group` groups."""
+    groups = hf_config.n_group or 1
     best = hf_config.topk_group or 1
-    limited = best < number
+    limited = best < groups
     return {
-        "moe_router_num_groups": number if limited else None,
+        "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": best if limited else None,
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size
@@ -45,7 +41,7 @@ class Glm4Moe(GLM4MoEBridge):
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
         hf_config: Any = self.hf_config
-        fields |= {**groups(hf_config), "add_qkv_bias": hf_config.attention_bias}
+        fields |= {**expert_groups(hf_config), "add_qkv_bias": hf_config.attention_bias}
         return super()._build_base_config(*args, **fields)
 
 
@@ -67,8 +63,7 @@ class Mixtral(MixtralBridge):
 
 @register_model("qwen2_moe")
 class Qwen2Moe(Qwen2MoEBridge):
-    """Qwen1.5-MoE, Qwen2-57B-A14B: what the shared expert says is multiplied with a gate of its
-    own."""
+    """Qwen1.5-MoE, Qwen2-57B-A14B: the shared expert has a gate."""
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
         hf_config: Any = self.hf_config

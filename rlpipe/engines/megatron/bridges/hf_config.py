@@ -1,9 +1,7 @@
-"""A directory's config.json as mbridge reads it.
+"""`read_config`: a directory's config.json in the form that mbridge reads.
 
-mbridge was written for transformers 4: it looks for rope's settings in other places than
-transformers 5 has them, and where it does not find them trains without.
-
-Not here: what is refused (`supported`), what the settings become in Megatron (the bridges).
+mbridge was written for transformers 4. It does not find transformers 5's rope settings, and then
+trains without them. So they are copied to the names of transformers 4.
 """
 
 from __future__ import annotations
@@ -20,11 +18,9 @@ from rlpipe.model_dir import read_object
 
 
 def read_config(model_dir: str) -> PretrainedConfig:
-    """The directory's config, of transformers' own class, with rope's fields where mbridge looks
-    for them.
+    """Return the directory's config, with the fields that mbridge reads.
 
-    Raises: ConfigError for a file that transformers does not take, and for what the trainer does
-    not compute.
+    Raises: ConfigError for a file that transformers or the trainer does not support.
     """
     path = Path(model_dir) / "config.json"
     raw = read_object(path, "model")
@@ -40,18 +36,15 @@ def read_config(model_dir: str) -> PretrainedConfig:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """Its `rope_parameters`: `rope_type`, `rope_theta`, `factor` …"""
+    """Return a config's `rope_parameters`: `rope_type`, `rope_theta`, `factor` …"""
     return getattr(config, "rope_parameters", None) or {}
 
 
 def flat_rope(config: PretrainedConfig) -> PretrainedConfig:
-    """With rope where mbridge looks for it: transformers 5 computes with `rope_parameters`, version
-    4 had flat names.
-
-    A flat name may be there too, with the default of transformers' class (GLM's
-    `partial_rotary_factor`): it does not count.
-    """
+    """Copy `rope_parameters` of transformers 5 to the flat names of transformers 4."""
     for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
+        # `rope_parameters` goes first: a flat name may be only the default of transformers' class
+        # (GLM's `partial_rotary_factor`).
         value = rope_of(config).get(name, getattr(config, name, default))
         if value is not None:
             setattr(config, name, value)
@@ -59,8 +52,10 @@ def flat_rope(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def with_head_size(config: PretrainedConfig) -> PretrainedConfig:
-    """With a number for `head_dim`: mbridge reckons with it, where transformers (Mixtral) takes
-    null for hidden size / heads."""
+    """Replace a `head_dim` of null by hidden size / heads, as transformers (Mixtral) does.
+
+    mbridge computes with the number.
+    """
     known: Any = config
     if getattr(config, "head_dim", 0) is None:
         known.head_dim = known.hidden_size // known.num_attention_heads

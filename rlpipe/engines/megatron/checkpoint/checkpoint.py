@@ -1,15 +1,18 @@
-"""torch_dist checkpoints in Megatron's layout, which any parallel layout can read again.
+"""torch_dist checkpoints in Megatron's format, which any parallel layout can load.
 
-    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state; those of a critic as `critic.…`;
-                                                    the architecture's arguments, the small files of
-                                                    the model's directory
-    <directory>/release/…                           weights that no training made (`conversion`), in place of iterations
+`save` writes, `load` and `load_critic` restore, `require_disk_space` checks the local disk.
+
+    <directory>/iter_0000012/…                      weights, optimizer, schedule and random state,
+    the
+                                                    critic's as `critic.…`; the architecture's
+                                                    arguments; small files of the model's directory
+    <directory>/release/…                           converted weights (`conversion`), no iteration
     <directory>/latest_checkpointed_iteration.txt   "12"
-    <directory>/critic/iter_0000012/…               a critic that has ranks of its own, which write it
+    <directory>/critic/iter_0000012/…               a critic that has its own ranks
 
-What was written in one of the two ways can be read in the other. A checkpoint is written under
-another name and renamed when it is complete; what stood there before is replaced. Not here:
-uploading, and which checkpoint counts (the store).
+A critic can be loaded in either form, from its own ranks or from the policy's. A checkpoint is
+written under another name and renamed when it is complete. It replaces an older one of the same
+iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlpipe.engines.megatron import randomness
+from rlpipe.engines.megatron import reproducibility
 from rlpipe.errors import StoreFull, TrainerError
 
 # isort: split
@@ -40,51 +43,56 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.module import param_is_not_shared
 
+from rlpipe.engines.megatron.checkpoint.conversion.checkpoint_paths import RELEASE
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import CARRIED, pack
-from rlpipe.engines.megatron.checkpoint.conversion.places import RELEASE
-from rlpipe.engines.megatron.checkpoint.conversion.skeleton import arguments
+from rlpipe.engines.megatron.checkpoint.conversion.meta_model import arguments
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
-from rlpipe.engines.megatron.model.build import Trained
+from rlpipe.engines.megatron.model.build import TrainedModel
 
 LATEST = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"
-"""Key of a critic's part in the state, prefix of its tensors' names, and in the description whether
-there is one; also the folder of a critic that has ranks of its own."""
-SPARE, SPARE_BYTES = 1.1, 16 * 1024**2
-"""Room to have beside the state itself."""
+"""The critic's key in the state, the prefix of its tensors, and a flag in the content metadata.
+Also the folder of a critic that has its own ranks."""
+# Required disk space: SPARE × the size of the state + SPARE_BYTES.
+SPARE = 1.1
+SPARE_BYTES = 16 * 1024**2
 
 
 @dataclass(slots=True, frozen=True)
-class Room:
-    """What a checkpoint needs on the local disk, and what is free there."""
+class DiskSpace:
+    """Local disk space that a checkpoint needs, and free space."""
 
     needed_bytes: int
     free_bytes: int
 
-    def beside(self, other: Room) -> Room:
-        """For two that are written at once: as if both went to the disk that has less."""
-        return Room(self.needed_bytes + other.needed_bytes, min(self.free_bytes, other.free_bytes))
+    def combined_with(self, other: DiskSpace) -> DiskSpace:
+        """Combine two checkpoints that are written at once, as if both went to the fuller disk."""
+        return DiskSpace(
+            self.needed_bytes + other.needed_bytes, min(self.free_bytes, other.free_bytes)
+        )
 
 
 def save(
-    trained: Trained,
+    trained: TrainedModel,
     directory: str | Path,
     iteration: int,
-    critic: Trained | None = None,
+    critic: TrainedModel | None = None,
     *,
     model_dir: str | Path | None = None,
-    together: Callable[[Room], Room] = lambda room: room,
+    combine: Callable[[DiskSpace], DiskSpace] = lambda space: space,
 ) -> Path:
-    """Write one checkpoint and return its folder. Collective; complete on disk when it returns on
-    every rank.
+    """Write a checkpoint and return its folder. Collective.
 
-    `model_dir`: the model's Hugging Face directory, whose small files go with it, so that it can be
-    turned back without it. `together`: what this one and all that are written at the same time
-    need, of what this one needs. Raises: StoreFull, on every rank and before anything is written,
-    if one has no room; TrainerError if a rank could not write.
+    The checkpoint is complete on disk when the call returns on every rank. `model_dir`: the model's
+    Hugging Face directory; its small files are stored too, so that the checkpoint converts back
+    without the directory. `combine`: adds the disk space of checkpoints that other ranks write at
+    the same time.
+
+    Raises: StoreFull on every rank, before anything is written, if the disk space does not suffice;
+    TrainerError if a rank could not write.
     """
     folder = _folder(directory, iteration)
-    require_room([trained] if critic is None else [trained, critic], folder, together)
+    require_disk_space([trained] if critic is None else [trained, critic], folder, combine)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -95,13 +103,13 @@ def save(
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), group, True
     )
-    described = {name: value for name, value in metadata.items() if name != "dp_cp_group"} | {
-        CRITIC: critic is not None
-    }
+    # A process group cannot be stored.
+    stored_metadata = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    stored_metadata |= {CRITIC: critic is not None}
     with _named_failures("written", unfinished):
         state = _state(trained, iteration, metadata, loading=False, critic=critic)
         state["args"] = arguments(trained.bridge)
-        dist_checkpointing.save(state, str(unfinished), strategy, content_metadata=described)
+        dist_checkpointing.save(state, str(unfinished), strategy, content_metadata=stored_metadata)
     if torch.distributed.get_rank() == 0:
         if model_dir is not None:
             pack(model_dir, unfinished / CARRIED)
@@ -114,87 +122,89 @@ def save(
     return folder
 
 
-def require_room(
-    models: list[Trained], folder: Path, together: Callable[[Room], Room] = lambda room: room
+def require_disk_space(
+    models: list[TrainedModel],
+    folder: Path,
+    combine: Callable[[DiskSpace], DiskSpace] = lambda space: space,
 ) -> None:
-    """Is there room for a checkpoint of these models? Collective; `together` as of `save`. Raises:
-    StoreFull, on every rank."""
-    _require(together(_room(models, folder)), folder)
+    """Require local disk space for a checkpoint of these models. Collective.
 
-
-def _room(models: list[Trained], folder: Path) -> Room:
-    """Of all ranks together, on the disk that has least. Collective."""
-    existing = next(parent for parent in folder.parents if parent.exists())
-    mine = sum(map(_share_bytes, models)), shutil.disk_usage(existing).free
-    found: list[tuple[float, int]] = [mine] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    shares, free = zip(*found, strict=True)
-    return Room(int(SPARE * sum(shares)) + SPARE_BYTES, min(free))
-
-
-def _share_bytes(trained: Trained) -> float:
-    """This rank's share of what is saved: of what n ranks have alike, an n-th of it."""
-    alike = {
-        False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        True: parallel_state.get_expert_data_parallel_world_size(),
-    }
-    sharded = trained.ddp.ddp_config.use_distributed_optimizer
-    model = set(trained.model.parameters())
-    found = sum(
-        one.nbytes / alike[not getattr(one, "allreduce", True)]
-        for one in model
-        if param_is_not_shared(one)
-    )
-    for part in inner_optimizers(trained.optimizer):
-        for group in part.optimizer.param_groups:
-            for one in filter(param_is_not_shared, group["params"]):
-                moments = sum(
-                    value.nbytes
-                    for value in part.optimizer.state[one].values()
-                    if torch.is_tensor(value)
-                )
-                main = 0 if one in model else one.nbytes
-                found += (main + moments) / (1 if sharded else alike[group["is_expert_parallel"]])
-    return found
-
-
-def _require(room: Room, folder: Path) -> None:
-    """A disk that fills up half-way is a torch error that does not say so, on one rank, while the
-    others wait for it."""
-    if room.free_bytes < room.needed_bytes:
+    `combine`: as in `save`. Raises: StoreFull, on every rank.
+    """
+    # A disk that fills up during the write is a torch error without this cause, on one rank, while
+    # the other ranks wait.
+    space = combine(_disk_space(models, folder))
+    if space.free_bytes < space.needed_bytes:
         raise StoreFull(
             "no room for a checkpoint on the local disk",
             where=str(folder),
-            found=f"{room.free_bytes / 1024**2:,.0f} MiB free",
-            expected=f"{room.needed_bytes / 1024**2:,.0f} MiB",
-            do="make room and start the same command again, or keep fewer with checkpoint.keep_local",
+            found=f"{space.free_bytes / 1024**2:,.0f} MiB free",
+            expected=f"{space.needed_bytes / 1024**2:,.0f} MiB",
+            do="free disk space and run the same command again, or keep fewer checkpoints with "
+            "checkpoint.keep_local",
         )
+
+
+def _disk_space(models: list[TrainedModel], folder: Path) -> DiskSpace:
+    """Return the need of all ranks and the smallest free space of their disks. Collective."""
+    existing = next(parent for parent in folder.parents if parent.exists())
+    own = (sum(map(_share_bytes, models)), shutil.disk_usage(existing).free)
+    by_rank: list[tuple[float, int]] = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, own)
+    shares, free = zip(*by_rank, strict=True)
+    return DiskSpace(int(SPARE * sum(shares)) + SPARE_BYTES, min(free))
+
+
+def _share_bytes(trained: TrainedModel) -> float:
+    """Return this rank's share of the saved bytes: 1/n of a tensor that n ranks hold."""
+    replicas = {
+        False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        True: parallel_state.get_expert_data_parallel_world_size(),
+    }  # keyed by: is it an expert's parameter?
+    sharded = trained.ddp.ddp_config.use_distributed_optimizer
+    model = set(trained.model.parameters())
+    share = sum(
+        parameter.nbytes / replicas[not getattr(parameter, "allreduce", True)]
+        for parameter in model
+        if param_is_not_shared(parameter)
+    )
+    for part in inner_optimizers(trained.optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in filter(param_is_not_shared, group["params"]):
+                moments = sum(
+                    value.nbytes
+                    for value in part.optimizer.state[parameter].values()
+                    if torch.is_tensor(value)
+                )
+                main = 0 if parameter in model else parameter.nbytes
+                share += (main + moments) / (
+                    1 if sharded else replicas[group["is_expert_parallel"]]
+                )
+    return share
 
 
 @dataclass(slots=True, frozen=True)
 class Loaded:
-    """What was restored."""
+    """Result of loading a checkpoint."""
 
     iteration: int
-    """The one that the checkpoint was saved under."""
+    """The iteration that the checkpoint was saved under."""
     critic: bool
-    """Whether a critic was in it, and asked for."""
+    """True if a critic was requested and loaded."""
 
 
 def load(
-    trained: Trained,
+    trained: TrainedModel,
     directory: str | Path,
     *,
     iteration: int | None = None,
     weights_only: bool = False,
-    critic: Trained | None = None,
+    critic: TrainedModel | None = None,
 ) -> Loaded:
-    """Restore all that was saved, or (weights_only) just the weights, keeping the optimizer's own
-    state. Collective.
+    """Restore the whole state, or with `weights_only` the weights alone. Collective.
 
-    `iteration` None: the latest (0 for a release, which has weights only). Raises: TrainerError if
-    there is no such checkpoint. A `critic` that is not in it stays. (The schedule is put back to 0
-    first: Megatron's loading adds to where it stands.)
+    `iteration`: None is the latest (0 for a release, which has weights only). A `critic` that is
+    not in the checkpoint stays unchanged. Raises: TrainerError if there is no such checkpoint.
     """
     folder = _latest(directory) if iteration is None else _folder(directory, iteration)
     if folder.name == RELEASE and not weights_only:
@@ -206,86 +216,88 @@ def load(
     return _load(trained, folder, weights_only=weights_only, critic=critic)
 
 
-def load_critic(critic: Trained, directory: str | Path, *, weights_only: bool = False) -> Loaded:
-    """As `load`, of the latest, of a critic that has ranks of its own: the policy's part is not
-    read. Collective.
+def load_critic(
+    critic: TrainedModel, directory: str | Path, *, weights_only: bool = False
+) -> Loaded:
+    """Restore a critic that has its own ranks from the latest checkpoint. Collective.
 
-    Raises: TrainerError if there is no checkpoint at all. A critic that is not in it stays.
+    The policy's part is not read. A critic that is not in the checkpoint stays unchanged. Raises:
+    TrainerError if there is no checkpoint.
     """
     folder = _latest(directory)
-    if (beside := _beside(folder)) is not None:
-        return replace(_load(critic, beside, weights_only=weights_only), critic=True)
-    described = _described(folder)
+    if (critic_folder := _critic_folder(folder)) is not None:
+        return replace(_load(critic, critic_folder, weights_only=weights_only), critic=True)
+    stored_metadata = _content_metadata(folder)
     if not weights_only:
-        randomness.begin_again()
-    if not described.pop(CRITIC, False):
-        return Loaded(_number(folder), critic=False)
-    metadata = {**_metadata(critic), **described}
-    found = _read(
-        {CRITIC: _part_of_critic(critic, metadata, loading=True, weights_only=weights_only)}, folder
-    )
-    _take(critic, found[CRITIC], weights_only=weights_only)
-    return Loaded(_number(folder), critic=True)
+        reproducibility.seed_again()
+    if not stored_metadata.pop(CRITIC, False):
+        return Loaded(_iteration_of(folder), critic=False)
+    metadata = {**_metadata(critic), **stored_metadata}
+    request = {CRITIC: _critic_state(critic, metadata, loading=True, weights_only=weights_only)}
+    state = _read(request, folder)
+    _restore(critic, state[CRITIC], weights_only=weights_only)
+    return Loaded(_iteration_of(folder), critic=True)
 
 
-def load_decoder(critic: Trained, directory: str | Path) -> None:
-    """Give a critic the policy's weights of the latest checkpoint, all but those of the head.
-    Collective."""
+def load_decoder(critic: TrainedModel, directory: str | Path) -> None:
+    """Load the policy's weights of the latest checkpoint into a critic, without the head.
+
+    Collective.
+    """
     folder = _latest(directory)
-    _described(folder)
+    _content_metadata(folder)
     shards = critic.model.sharded_state_dict(metadata=_metadata(critic))
-    found = _read(
-        {
-            "model": {
-                name: shard
-                for name, shard in shards.items()
-                if not name.startswith("output_layer.")
-            }
-        },
-        folder,
-    )
-    critic.model.load_state_dict(found["model"], strict=False)
+    decoder = {
+        name: shard for name, shard in shards.items() if not name.startswith("output_layer.")
+    }
+    state = _read({"model": decoder}, folder)
+    critic.model.load_state_dict(state["model"], strict=False)
     critic.optimizer.reload_model_params()
 
 
 def _load(
-    trained: Trained,
+    trained: TrainedModel,
     folder: Path,
     *,
     weights_only: bool,
-    critic: Trained | None = None,
-    draws: bool = True,
+    critic: TrainedModel | None = None,
+    restores_random_state: bool = True,
 ) -> Loaded:
-    """`draws`: take the random state too, with all else (`randomness`)."""
-    described = _described(folder)
-    within = critic if described.pop(CRITIC, False) else None
-    metadata = {**_metadata(trained), **described}
-    kept = draws and not weights_only and randomness.is_kept(folder)
-    asked = _state(
+    stored_metadata = _content_metadata(folder)
+    inner_critic = critic if stored_metadata.pop(CRITIC, False) else None
+    metadata = {**_metadata(trained), **stored_metadata}
+    restores_random_state = restores_random_state and not weights_only
+    has_random_state = restores_random_state and reproducibility.has_random_state(folder)
+    request = _state(
         trained,
-        _number(folder),
+        _iteration_of(folder),
         metadata,
         loading=True,
         weights_only=weights_only,
-        critic=within,
-        draws=kept,
+        critic=inner_critic,
+        with_random_state=has_random_state,
     )
-    found = _read(asked, folder)
-    _take(trained, found, weights_only=weights_only)
-    if within is not None:
-        _take(within, found[CRITIC], weights_only=weights_only)
-    if kept:
-        randomness.take(found[randomness.KEY][0])
-    elif draws and not weights_only:
-        randomness.begin_again()
-    beside = _beside(folder) if critic is not None and within is None else None
-    if critic is not None and beside is not None:
-        _load(critic, beside, weights_only=weights_only, draws=False)
-    return Loaded(int(found["iteration"]), within is not None or beside is not None)
+    state = _read(request, folder)
+    _restore(trained, state, weights_only=weights_only)
+    if inner_critic is not None:
+        _restore(inner_critic, state[CRITIC], weights_only=weights_only)
+    if has_random_state:
+        reproducibility.restore_random_state(state[reproducibility.RANDOM_STATE_KEY][0])
+    elif restores_random_state:
+        reproducibility.seed_again()
+    critic_folder = None if critic is None or inner_critic is not None else _critic_folder(folder)
+    if critic is not None and critic_folder is not None:
+        # The critic had its own ranks when it was saved. Here it shares the policy's random state.
+        _load(critic, critic_folder, weights_only=weights_only, restores_random_state=False)
+    loaded_critic = inner_critic is not None or critic_folder is not None
+    return Loaded(int(state["iteration"]), loaded_critic)
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    """How a checkpoint was written. Raises: TrainerError if it is not there or not complete."""
+def _content_metadata(folder: Path) -> dict[str, Any]:
+    """Return the stored layout of a checkpoint.
+
+    Raises: TrainerError if the checkpoint is missing or incomplete.
+    """
     if not (folder / ".metadata").exists():
         raise TrainerError(
             "no such checkpoint", where=str(folder), expected="a complete torch_dist checkpoint"
@@ -293,40 +305,43 @@ def _described(folder: Path) -> dict[str, Any]:
     return dist_checkpointing.load_content_metadata(str(folder)) or {}
 
 
-def _beside(folder: Path) -> Path | None:
-    """The part of a critic that has ranks of its own, of this checkpoint; None if it has none."""
-    found = folder.parent / CRITIC / folder.name
-    return found if (found / ".metadata").exists() else None
+def _critic_folder(folder: Path) -> Path | None:
+    """Return the folder of a critic that had its own ranks; None if there is none."""
+    critic_folder = folder.parent / CRITIC / folder.name
+    return critic_folder if (critic_folder / ".metadata").exists() else None
 
 
-def _read(state: dict[str, Any], folder: Path) -> Any:
+def _read(request: dict[str, Any], folder: Path) -> Any:
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(folder)), group
     )
     with _named_failures("read", folder):
-        return dist_checkpointing.load(state, str(folder), strategy, strict="assume_ok_unexpected")
+        return dist_checkpointing.load(
+            request, str(folder), strategy, strict="assume_ok_unexpected"
+        )
 
 
-def _take(trained: Trained, found: dict[str, Any], *, weights_only: bool) -> None:
-    trained.model.load_state_dict(found["model"], strict=True)
+def _restore(trained: TrainedModel, state: dict[str, Any], *, weights_only: bool) -> None:
+    trained.model.load_state_dict(state["model"], strict=True)
     if weights_only:
         trained.optimizer.reload_model_params()
         return
-    _restore_optimizer(trained, found["optimizer"])
+    _restore_optimizer(trained, state["optimizer"])
+    # Megatron's loading adds the stored steps to the current ones.
     trained.scheduler.num_steps = 0
-    trained.scheduler.load_state_dict(found["opt_param_scheduler"])
+    trained.scheduler.load_state_dict(state["opt_param_scheduler"])
 
 
 @contextlib.contextmanager
-def _named_failures(what: str, folder: Path) -> Iterator[None]:
-    """torch's CheckpointException is no Exception, and hides what happened in a table by rank."""
+def _named_failures(operation: str, folder: Path) -> Iterator[None]:
+    """Convert torch's CheckpointException, which is no Exception, into TrainerError."""
     try:
         yield
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise TrainerError(
-            f"the checkpoint could not be {what}", where=str(folder), found=causes
+            f"the checkpoint could not be {operation}", where=str(folder), found=causes
         ) from error
 
 
@@ -334,15 +349,17 @@ def _folder(directory: str | Path, iteration: int) -> Path:
     return Path(directory).absolute() / f"iter_{iteration:07d}"
 
 
-def _number(folder: Path) -> int:
-    """The iteration of a checkpoint's folder; 0 of a release."""
+def _iteration_of(folder: Path) -> int:
+    """Return the iteration of a checkpoint's folder; 0 for a release."""
     return 0 if folder.name == RELEASE else int(folder.name.removeprefix("iter_"))
 
 
 def _latest(directory: str | Path) -> Path:
     marker = Path(directory) / LATEST
     if not marker.exists():
-        raise TrainerError("no checkpoint here", where=str(directory), expected=f"a file {LATEST}")
+        raise TrainerError(
+            "no checkpoint in this directory", where=str(directory), expected=f"a file {LATEST}"
+        )
     latest = marker.read_text().strip()
     return (
         Path(directory).absolute() / RELEASE
@@ -351,7 +368,7 @@ def _latest(directory: str | Path) -> Path:
     )
 
 
-def _metadata(trained: Trained) -> dict[str, Any]:
+def _metadata(trained: TrainedModel) -> dict[str, Any]:
     metadata = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -366,35 +383,35 @@ def _metadata(trained: Trained) -> dict[str, Any]:
 
 
 def _state(
-    trained: Trained,
+    trained: TrainedModel,
     iteration: int,
     metadata,
     *,
     loading: bool,
     weights_only: bool = False,
-    critic: Trained | None = None,
-    draws: bool = True,
+    critic: TrainedModel | None = None,
+    with_random_state: bool = True,
 ) -> dict[str, Any]:
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
-    state |= _of_model(trained, metadata, loading=loading, weights_only=weights_only)
+    state |= _model_state(trained, metadata, loading=loading, weights_only=weights_only)
     if critic is not None:
-        state[CRITIC] = _part_of_critic(
-            critic, metadata, loading=loading, weights_only=weights_only
-        )
-    if draws:
-        state[randomness.KEY] = randomness.sharded()
+        state[CRITIC] = _critic_state(critic, metadata, loading=loading, weights_only=weights_only)
+    if with_random_state:
+        state[reproducibility.RANDOM_STATE_KEY] = reproducibility.sharded_random_state()
     return state
 
 
-def _part_of_critic(
-    critic: Trained, metadata, *, loading: bool, weights_only: bool
+def _critic_state(
+    critic: TrainedModel, metadata, *, loading: bool, weights_only: bool
 ) -> dict[str, Any]:
-    state = _of_model(critic, metadata, loading=loading, weights_only=weights_only)
+    state = _model_state(critic, metadata, loading=loading, weights_only=weights_only)
     add_prefix_for_sharding(state, f"{CRITIC}.")
     return state
 
 
-def _of_model(trained: Trained, metadata, *, loading: bool, weights_only: bool) -> dict[str, Any]:
+def _model_state(
+    trained: TrainedModel, metadata, *, loading: bool, weights_only: bool
+) -> dict[str, Any]:
     state: dict[str, Any] = {"model": trained.model.sharded_state_dict(metadata=metadata)}
     if not weights_only:
         state["optimizer"] = trained.optimizer.sharded_state_dict(
@@ -404,25 +421,27 @@ def _of_model(trained: Trained, metadata, *, loading: bool, weights_only: bool) 
     return state
 
 
-def _restore_optimizer(trained: Trained, state: dict[str, Any]) -> None:
-    """Megatron saves no step count of torch's Adam while it is 0, and may load one step tensor
-    shared by all parameters, to which each of them would add. It also loads the learning rate,
-    betas and eps that the checkpoint was saved with, though the configuration decides them."""
-    settings = [_settings(part.optimizer) for part in inner_optimizers(trained.optimizer)]
+def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:
+    settings = [_group_settings(part.optimizer) for part in inner_optimizers(trained.optimizer)]
     for saved in _adam_states(state):
+        # Megatron does not save the step count of torch's Adam while it is 0.
         saved["state"].setdefault("common_step", torch.zeros(()))
     with torch.no_grad():
         trained.optimizer.load_state_dict(state)
     for part, kept in zip(inner_optimizers(trained.optimizer), settings, strict=True):
         for group, own in zip(part.optimizer.param_groups, kept, strict=True):
+            # Megatron loads the learning rate, betas and eps of the checkpoint. The configuration
+            # decides them.
             group.update(own)
         if isinstance(part.optimizer, torch.optim.Adam):
             for parameter, values in part.optimizer.state.items():
+                # Megatron may load one step tensor for all parameters, and then every parameter
+                # would increment it.
                 values["step"] = values["step"].detach().to(parameter.device, copy=True)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What is set of each parameter group, beside its parameters and how far it is."""
+def _group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each parameter group."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
@@ -430,7 +449,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _adam_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The state dicts of torch optimizers inside Megatron's, which may be chained."""
+    """Yield the state dicts of the torch optimizers inside Megatron's, which may be chained."""
     if "param_groups" in state and "state" in state:
         yield state
         return

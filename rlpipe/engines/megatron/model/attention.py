@@ -1,19 +1,17 @@
-"""Attention over packed segments, for any device and without Transformer Engine.
+"""`CoreAttention`: attention over packed segments, for any device and without Transformer Engine.
 
-A micro-batch is one sequence of L tokens: its samples' segments, one after another. `PackedLayout`
-says where they are and makes the index tensors that attention needs when they are first asked for.
-`CoreAttention` reads it:
+A micro-batch is one sequence of L tokens: the concatenated segments of its samples. `PackedLayout`
+holds their lengths and makes the index tensors of attention at first use.
 
-- CUDA in 16 bit: a flash attention over the packed tensors (`varlen`).
+- CUDA in 16 bit: flash attention over the packed tensors (`varlen`).
 - otherwise: segments of similar length are gathered into a padded [n, l] block for one causal SDPA
-  call. Padding stands on the right, so the causal rule alone keeps it out.
-- context parallel: zigzag slices (rank r of c holds chunks r and 2c-1-r of every segment); keys and
-  values are gathered over the ranks. For flash attention each chunk of queries is a segment of its
-  own, whose keys are all up to the chunk's end, so that nothing is masked but the triangle; in
-  blocks a mask says who sees whom.
+  call. Padding is on the right, so the causal mask alone excludes it.
+- context parallel: zigzag slices (rank r of c holds chunks r and 2c-1-r of every segment). Keys and
+  values are gathered over the ranks. For flash attention, each chunk of queries is a separate
+  segment with all keys up to the chunk's end, so that only the causal triangle is masked. Blocks
+  use an explicit mask.
 
-Not here: which samples share a micro-batch (`rlpipe.batch.packing`), how their tokens are laid out
-(`batch`).
+Legend: L local packed tokens, n segments of a block, l tokens of its longest segment, D head size.
 """
 
 from __future__ import annotations
@@ -37,75 +35,80 @@ from rlpipe.engines.megatron.model.varlen import Segments, attend
 
 @dataclass(slots=True)
 class Block:
-    """n segments of similar length. Indices into the packed tokens; where a segment is shorter, its
-    last position repeats."""
+    """n segments of similar length, as indices into the packed tokens.
+
+    The last position of a shorter segment repeats.
+    """
 
     queries: torch.Tensor
     """[n, l] int64, into this rank's tokens."""
     keys: torch.Tensor
-    """[n, l'] int64, into all ranks' tokens; the same tensor as `queries` without context
-    parallelism."""
+    """[n, l'] int64, into all ranks' tokens. Equal to `queries` without context parallelism."""
     mask: torch.Tensor | None
-    """[n, 1, l, l'] bool, True where a query may look; None: causal."""
+    """[n, 1, l, l'] bool, True if the query sees the key; None: causal."""
 
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron's own description of packed segments (its rotary embedding reads it), and what
-    attention makes of it."""
+    """The layout of packed segments and the index tensors of attention.
+
+    Megatron's rotary embedding reads the fields of the base class.
+    """
 
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[segments] int64: tokens over all context parallel ranks."""
     cp_size: int = 1
     cp_rank: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[L] int64: each local token's place in its segment."""
+    """[L] int64: each local token's position in its segment."""
     _angles: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @cached_property
-    def _padded(self) -> tuple[list[Block], torch.Tensor]:
+    def _blocks_and_order(self) -> tuple[list[Block], torch.Tensor]:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         blocks = []
         flat = np.empty(offsets[-1] // self.cp_size, np.int64)
         base = 0
-        for members in _similar(self.lengths):
+        for segments_of_block in _similar(self.lengths):
             queries, keys, mask, real = _block(
-                self.lengths, offsets, members, self.cp_size, self.cp_rank
+                self.lengths, offsets, segments_of_block, self.cp_size, self.cp_rank
             )
             flat[queries[real]] = base + np.flatnonzero(real)
             base += queries.size
-            here = self._here(queries)
-            there = here if self.cp_size == 1 else self._here(keys)
-            blocks.append(Block(here, there, None if mask is None else self._here(mask[:, None])))
-        return blocks, self._here(flat)
+            query_index = self._on_device(queries)
+            key_index = query_index if self.cp_size == 1 else self._on_device(keys)
+            device_mask = None if mask is None else self._on_device(mask[:, None])
+            blocks.append(Block(query_index, key_index, device_mask))
+        return blocks, self._on_device(flat)
 
     @property
     def blocks(self) -> list[Block]:
-        return self._padded[0]
+        """The blocks of all segments."""
+        return self._blocks_and_order[0]
 
     @property
     def order(self) -> torch.Tensor:
-        """[L] int64: for every local token its place in the concatenated, flattened blocks."""
-        return self._padded[1]
+        """[L] int64: index of every local token in the concatenated, flattened blocks."""
+        return self._blocks_and_order[1]
 
     @cached_property
     def segments(self) -> Segments:
-        """For flash attention; with context parallelism over keys in the order of `keys`."""
+        """Segments for flash attention. With context parallelism, keys are in the order of
+        `keys`."""
         longest = int(self.lengths.max())
         if self.cp_size == 1:
             return Segments(self.cu_seqlens_q, self.cu_seqlens_kv, longest, longest)
         chunks, ends = _chunks(self.lengths, self.cp_size, self.cp_rank)
         return Segments(
-            self._here(_starts(chunks)),
-            self._here(_starts(ends)),
+            self._on_device(_starts(chunks)),
+            self._on_device(_starts(ends)),
             int(chunks.max()),
             int(ends.max()),
         )
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """Places among all ranks' gathered tokens of the keys that each chunk's queries look at,
-        chunk after chunk."""
+        """Indices of the keys of each local chunk of queries, into all ranks' gathered tokens."""
         _, ends = _chunks(self.lengths, self.cp_size, self.cp_rank)
         chunk = np.repeat(self.lengths // (2 * self.cp_size), 2)
         start = np.repeat(_starts(self.lengths)[:-1] // self.cp_size, 2)
@@ -115,24 +118,26 @@ class PackedLayout(PackedSeqParams):
         number = position // chunk
         owner = np.minimum(number, 2 * self.cp_size - 1 - number)
         total = self.lengths.sum() // self.cp_size
-        return self._here(
+        return self._on_device(
             owner * total + start + np.where(number == owner, 0, chunk) + position % chunk
         )
 
     def angles(self, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [L, D / 2] float32 of every local token's rotation, from `frequencies`
-        [positions, 1, 1, D] whose halves are the same. Made once for all layers that have the same
-        ones."""
+        """Return cosine and sine [L, D / 2] float32 of every local token's rotation.
+
+        `frequencies`: [positions, 1, 1, D] with equal halves. Layers with the same frequencies
+        share the result.
+        """
         if self._angles is None or self._angles[0] is not frequencies:
             half = (
                 frequencies[:, 0, 0, : frequencies.shape[-1] // 2]
                 .float()
                 .index_select(0, self.positions)
             )
-            self._angles = frequencies, half.cos(), half.sin()
+            self._angles = (frequencies, half.cos(), half.sin())
         return self._angles[1:]
 
-    def _here(self, array: np.ndarray) -> torch.Tensor:
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return platform.to_device(torch.from_numpy(array), self.positions.device)
 
 
@@ -143,10 +148,10 @@ def packed_layout(
     device: torch.device,
     positions: torch.Tensor | None = None,
 ) -> PackedLayout:
-    """The layout of segments of `lengths` tokens (multiples of 2 × cp_size if cp_size > 1), as rank
-    `cp_rank` sees it.
+    """Return the layout of segments of `lengths` tokens on rank `cp_rank`.
 
-    `positions`: [L] each local token's place in its segment; only rotary embeddings need it.
+    `lengths`: multiples of 2 × cp_size if cp_size > 1. `positions`: [L] each local token's position
+    in its segment; only rotary embeddings need it.
     """
     lengths = np.asarray(lengths, np.int64)
     cumulative = platform.to_device(torch.from_numpy(_starts(lengths)), device)
@@ -167,20 +172,22 @@ def packed_layout(
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """[n + 1] int32: where each of them begins, and the end."""
+    """Return the start of each segment, and the end of the last: [n + 1] int32."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def _chunks(lengths: np.ndarray, cp_size: int, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """[2 × segments] each: tokens of the two chunks that a rank holds of every segment, and of the
-    segment up to their ends."""
+    """Return the lengths and ends of the two chunks of every segment on a rank.
+
+    Both are [2 × segments]. An end counts the tokens of the segment up to the chunk's end.
+    """
     chunk = lengths // (2 * cp_size)
     ends = np.stack([(cp_rank + 1) * chunk, (2 * cp_size - cp_rank) * chunk], 1)
     return np.repeat(chunk, 2), ends.ravel()
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of segments, in groups whose longest is less than twice its shortest."""
+    """Group segments so that the longest is less than twice the shortest of each group."""
     order = np.argsort(-lengths, kind="stable")
     groups = []
     start = 0
@@ -191,10 +198,10 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
     return groups
 
 
-def _block(lengths, offsets, members, cp_size: int, cp_rank: int):
-    """Query and key indices, mask, and which query slots are real: all [n, ...] NumPy."""
-    size = lengths[members][:, None]
-    start = offsets[members][:, None] // cp_size
+def _block(lengths, offsets, segments_of_block, cp_size: int, cp_rank: int):
+    """Return query and key indices, the mask, and the real query slots: all [n, ...] NumPy."""
+    size = lengths[segments_of_block][:, None]
+    start = offsets[segments_of_block][:, None] // cp_size
     slot = np.arange(size.max() // cp_size)[None]
     real = slot < size // cp_size
     queries = start + np.minimum(slot, size // cp_size - 1)
@@ -213,12 +220,10 @@ def _block(lengths, offsets, members, cp_size: int, cp_rank: int):
 
 
 class CoreAttention(DotProductAttention):
-    """Causal attention inside each packed segment: [L, heads, head size] → [L, heads × value
-    size]."""
+    """Causal attention in each packed segment: [L, heads, D] → [L, heads × value size]."""
 
     def __init__(self, config, *args, pg_collection, **keywords) -> None:
-        """The base class refuses context parallelism, and latent attention's `k_channels` and
-        `v_channels`."""
+        # The base class refuses context parallelism and latent attention's two channel arguments.
         keywords = {
             name: value
             for name, value in keywords.items()
@@ -252,12 +257,13 @@ class CoreAttention(DotProductAttention):
             value = gather_from_sequence_parallel_region(value, group=self.cp_group)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._flash(query, key, value, layout)
-        parts = [self._padded(query, key, value, block) for block in layout.blocks]
+        parts = [self._attend_block(query, key, value, block) for block in layout.blocks]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, layout.order)
 
-    def _padded(self, query, key, value, block: Block) -> torch.Tensor:
-        """[n × l, heads × value size]."""
-        (n, queries), keys = block.queries.shape, block.keys.shape[1]
+    def _attend_block(self, query, key, value, block: Block) -> torch.Tensor:
+        """Return the output of a block: [n × l, heads × value size]."""
+        n, queries = block.queries.shape
+        keys = block.keys.shape[1]
         q = (
             query.index_select(0, block.queries.flatten())
             .view(n, queries, *query.shape[1:])

@@ -1,11 +1,9 @@
-"""Build what is trained: the model in DDP, its optimizer and its schedule, from the run's
-configuration.
+"""Build a model, its DDP wrapper, optimizer and schedule from the run's configuration.
 
-`train.megatron` goes by field name to TransformerConfig, OptimizerConfig and
-DistributedDataParallelConfig. What cannot be taken is refused by the table that configurations are
-checked with (`rlpipe.config.arguments`).
-
-Not here: process groups (`groups`), weights (`bridge`, `checkpoint`).
+`build` makes a policy or critic, `build_scoring_model` a model without an optimizer, and
+`open_model` only Megatron's configuration. The entries of `train.megatron` go by field name to
+TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. `rlpipe.config.arguments` has
+the table of refused arguments.
 """
 
 from __future__ import annotations
@@ -49,15 +47,16 @@ _UNEVEN = frozenset(
 
 
 @dataclass(slots=True)
-class Scorer:
-    """A model on this rank that can be run forward."""
+class ScoringModel:
+    """A model on this rank for forward passes."""
 
     bridge: LLMBridge
     ddp: Any
-    """The model as Megatron's schedules take it: in DistributedDataParallel if it is trained."""
+    """The model for Megatron's schedules: in DistributedDataParallel if it is trained."""
 
     @property
     def model(self) -> PolicyModel:
+        """The model without its wrappers."""
         module = self.ddp
         while not isinstance(module, PolicyModel):
             module = module.module
@@ -65,17 +64,19 @@ class Scorer:
 
 
 @dataclass(slots=True)
-class Trained(Scorer):
-    """Everything a checkpoint holds, on this rank."""
+class TrainedModel(ScoringModel):
+    """A trained model on this rank: everything that a checkpoint holds."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
 
-def drop(*models: Scorer | None) -> None:
-    """Nothing of these is used any more. With a distributed optimizer Megatron's hooks on
-    parameters hold the wrapper in ways that Python's collector cannot follow, and with it the
-    model, its memory and its process groups."""
+def release_models(*models: ScoringModel | None) -> None:
+    """Break the references to these models, so that their memory and process groups are freed.
+
+    With a distributed optimizer, Megatron's parameter hooks hold the DDP wrapper in cycles that
+    Python's collector cannot see.
+    """
     for model in filter(None, models):
         vars(model.ddp).clear()
 
@@ -88,33 +89,39 @@ def build(
     *,
     deterministic: bool = False,
     kind: type[PolicyModel] = PolicyModel,
-) -> Trained:
-    """Model with undefined weights, optimizer and scheduler. Process groups must exist. `kind`:
-    ValueModel for a critic.
+) -> TrainedModel:
+    """Build a model with undefined weights, optimizer and scheduler. Process groups must be open.
 
-    Raises: ConfigError for a bad `train.megatron` or a size that does not divide.
+    `kind`: ValueModel for a critic. Raises: ConfigError for a bad `train.megatron` or a size that
+    does not divide.
     """
     dtype = getattr(torch, model.dtype)
     _, for_optimizer, for_ddp = split_arguments(train.megatron)
     bridge = open_model(model_dir, model, train, deterministic=deterministic)
-    ddp = _in_ddp(bridge, _bare_model(bridge, dtype, kind), train, for_ddp)
+    ddp = DistributedDataParallel(
+        config=bridge.config,
+        ddp_config=ddp_config(train, for_ddp),
+        module=_bare_model(bridge, dtype, kind),
+    )
     optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), [ddp])
     bridge.config.grad_scale_func = optimizer.scale_loss
-    return Trained(
+    return TrainedModel(
         bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps)
     )
 
 
-def build_scorer(
+def build_scoring_model(
     model_dir: str, model: ModelConfig, train: TrainConfig, *, deterministic: bool = False
-) -> Scorer:
-    """A model with undefined weights that is only run forward, in the same layout. Raises:
-    ConfigError, as `build`."""
+) -> ScoringModel:
+    """Build a model with undefined weights for forward passes, in the same layout.
+
+    Raises: ConfigError, as `build`.
+    """
     bridge = open_model(model_dir, model, train, deterministic=deterministic)
     bare = _bare_model(bridge, getattr(torch, model.dtype), PolicyModel)
     for parameter in bare.parameters():
         parameter.requires_grad = False
-    return Scorer(bridge, bare)
+    return ScoringModel(bridge, bare)
 
 
 def open_model(
@@ -125,11 +132,10 @@ def open_model(
     deterministic: bool,
     sizes: ParallelStates | None = None,
 ) -> LLMBridge:
-    """The bridge of a directory, with Megatron's configuration of the model. `sizes`: as
-    `open_bridge`.
+    """Return the bridge of a directory, with Megatron's configuration of the model.
 
-    Raises: ConfigError, as `build`; what Megatron-core itself raises for arguments that contradict
-    each other.
+    `sizes`: as `open_bridge`. Raises: ConfigError, as `build`; Megatron-core's own errors for
+    arguments that contradict each other.
     """
     for_transformer, _, _ = split_arguments(train.megatron)
     bridge = open_bridge(
@@ -144,7 +150,7 @@ def open_model(
             "deterministic_mode": deterministic,
             "moe_enable_routing_replay": train.replays_routing,
             "use_cpu_initialization": not platform.CUDA_FOUND,
-            **dict.fromkeys(_INIT_METHODS, _leave_as_it_is),
+            **dict.fromkeys(_INIT_METHODS, _keep_undefined),
             **for_transformer,
         },
     )
@@ -155,68 +161,72 @@ def open_model(
 def split_arguments(
     megatron: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The entries of `train.megatron` for TransformerConfig, OptimizerConfig and
+    """Split `train.megatron` for TransformerConfig, OptimizerConfig and
     DistributedDataParallelConfig.
 
-    Arguments that only say what holds anyway go to none of them, nor do those of a checkout's
-    argument provider (`arguments`). Raises: ConfigError for an argument that cannot be taken, as
-    the check of the configuration does.
+    Arguments without effect go to none of them, nor do those of a checkout's argument provider
+    (`arguments`). Raises: ConfigError for a refused argument, like the check of the configuration.
     """
     check_megatron(megatron)
-    given = effective("megatron", megatron)
-    kinds = (TransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig)
-    fields = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
-    split = [{name: value for name, value in given.items() if name in known} for known in fields]
-    return split[0], split[1], split[2]
+    arguments = effective("megatron", megatron)
+
+    def fields_of(kind: type) -> dict[str, Any]:
+        names = {field.name for field in dataclasses.fields(kind)}
+        return {name: value for name, value in arguments.items() if name in names}
+
+    return (
+        fields_of(TransformerConfig),
+        fields_of(MegatronOptimizerConfig),
+        fields_of(DistributedDataParallelConfig),
+    )
 
 
-def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Weights are loaded, not drawn. (`perform_initialization: False` would also leave out the
-    marks of tensor parallel parameters, and their gradient norm would count one rank only.)"""
+def _keep_undefined(tensor: torch.Tensor) -> torch.Tensor:
+    """Replace random initialisation: weights are loaded later."""
+    # `perform_initialization: False` would also skip the marks of tensor parallel parameters. Their
+    # gradient norm would then count one rank only.
     return tensor
 
 
 def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
+    config = bridge.config
     parallel = train.parallel
-    if (
-        bridge.config.num_moe_experts
-        and parallel.tensor_model_parallel_size > 1
-        and not parallel.sequence_parallel
-    ):
+    tensor_parallel_size = parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
+    if config.num_moe_experts and tensor_parallel_size > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             "Megatron trains experts on tensor parallel ranks only with sequence parallelism",
             where=f"{_PARALLEL}.sequence_parallel",
-            found=f"false, with tensor_model_parallel_size: {parallel.tensor_model_parallel_size}",
+            found=f"false, with tensor_model_parallel_size: {tensor_parallel_size}",
             do="set it to true",
         )
-    experts = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
+    expert_tensor_size = parallel.expert_tensor_parallel_size
     if (
-        bridge.config.num_moe_experts
-        and parallel.tensor_model_parallel_size != experts[0]
-        and experts[1] == 1
+        config.num_moe_experts
+        and tensor_parallel_size != expert_tensor_size
+        and parallel.expert_model_parallel_size == 1
     ):
         raise ConfigError(
             "Megatron would not sum the experts' gradients over tensor parallel ranks",
             where=f"{_PARALLEL}.expert_tensor_parallel_size",
-            found=f"{experts[0]}, with tensor_model_parallel_size: {parallel.tensor_model_parallel_size}",
+            found=f"{expert_tensor_size}, with tensor_model_parallel_size: {tensor_parallel_size}",
             do="make them equal, or set expert_model_parallel_size to more than 1",
         )
-    if (
-        bridge.config.num_layers % parallel.pipeline_model_parallel_size
-        and not _UNEVEN.intersection(train.megatron)
-    ):
+    if config.num_layers % stages and not _UNEVEN.intersection(train.megatron):
         raise ConfigError(
             "the layers do not divide into pipeline stages",
             where=f"{_PARALLEL}.pipeline_model_parallel_size",
-            found=f"{bridge.config.num_layers} layers over {parallel.pipeline_model_parallel_size} stages",
-            do=f"say which stage takes how many with one of train.megatron's {', '.join(sorted(_UNEVEN))}",
+            found=f"{config.num_layers} layers over {stages} stages",
+            do="set the layers of each stage with one of train.megatron's "
+            f"{', '.join(sorted(_UNEVEN))}",
         )
-    if (bridge.config.virtual_pipeline_model_parallel_size or 1) > 1:
+    virtual_stages = config.virtual_pipeline_model_parallel_size or 1
+    if virtual_stages > 1:
         raise ConfigError(
             "the layout gives a rank several pipeline stages",
             where="train.megatron.pipeline_model_parallel_layout",
-            found=f"{bridge.config.virtual_pipeline_model_parallel_size} for each rank",
-            expected=f"one for each of {parallel.pipeline_model_parallel_size} (train.parallel.pipeline_model_parallel_size)",
+            found=f"{virtual_stages} for each rank",
+            expected=f"one for each of {stages} (train.parallel.pipeline_model_parallel_size)",
         )
 
 
@@ -231,44 +241,36 @@ def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) 
         share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
         **model_arguments(bridge),
     )
-    model.pad(hf_config.vocab_size)
+    model.set_vocabulary(hf_config.vocab_size)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.to(platform.device())
     return model if dtype == torch.float32 else Float16Module(config, model)
 
 
-def _in_ddp(
-    bridge: LLMBridge, model: torch.nn.Module, train: TrainConfig, for_ddp: dict[str, Any]
-) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        config=bridge.config, ddp_config=ddp_config(train, for_ddp), module=model
-    )
-
-
 def ddp_config(train: TrainConfig, extra: dict[str, Any]) -> DistributedDataParallelConfig:
-    """Megatron's configuration of gradients. `extra`: fields of it from `train.megatron`."""
-    ours = {
+    """Return Megatron's DDP configuration. `extra`: its fields from `train.megatron`."""
+    defaults = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": train.use_distributed_optimizer,
     }
-    return DistributedDataParallelConfig(**{**ours, **extra})
+    return DistributedDataParallelConfig(**{**defaults, **extra})
 
 
 def optimizer_config(
     train: TrainConfig, dtype: torch.dtype, extra: dict[str, Any]
 ) -> MegatronOptimizerConfig:
-    """Megatron's configuration of Adam. `extra`: fields of it from `train.megatron`."""
-    ours = train.optimizer
+    """Return Megatron's configuration of Adam. `extra`: its fields from `train.megatron`."""
+    config = train.optimizer
     return MegatronOptimizerConfig(
         optimizer="adam",
-        lr=ours.lr,
-        min_lr=min(ours.min_lr, ours.lr),
-        weight_decay=ours.weight_decay,
-        adam_beta1=ours.adam_beta1,
-        adam_beta2=ours.adam_beta2,
-        adam_eps=ours.adam_eps,
-        clip_grad=ours.clip_grad,
+        lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=train.use_distributed_optimizer,
@@ -279,8 +281,7 @@ def optimizer_config(
 def _scheduler(
     optimizer: MegatronOptimizer, config: OptimizerConfig, total_optimizer_steps: int
 ) -> OptimizerParamScheduler:
-    """Counts optimizer steps. The configuration decides the schedule; a checkpoint only says how
-    far it is."""
+    # The configuration decides the schedule. A checkpoint restores only the number of steps.
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,10 +1,9 @@
-"""The pointwise parts of a layer, each one operation with its own backward pass: RMSNorm, SwiGLU,
-queries and keys.
+"""Fused pointwise operations of a layer: `rms_norm`, `swiglu` and `query_key_value`.
 
-On CUDA they run the kernels of `kernels`; elsewhere the same formulas in torch. What is cheap to
-make again is not kept for the backward pass: a norm's or SwiGLU's result lives only until the
-matrix product that reads it is done, if that runs within `remade`, and is made again, from the
-input that is kept anyway, when the product's gradient asks for it.
+Each is one operation with its own backward pass. On CUDA they run the kernels of `kernels`,
+elsewhere the same formulas in torch. Within `recomputed_for_backward`, a matrix product does not
+save the result of a norm or SwiGLU that it reads. The backward pass recomputes the result from the
+norm's or SwiGLU's own input, which is saved anyway.
 
 Legend: L tokens, H hidden size, F feed-forward size, D head size.
 """
@@ -26,48 +25,56 @@ if platform.CUDA_FOUND:
 else:
     kernels: Any = None
 
-_AGAIN = "rlpipe_made_again_by"
+# Attribute of a tensor: the function that recomputes it.
+_RECOMPUTE = "rlpipe_recompute"
 
 
 @contextmanager
-def remade(result: torch.Tensor) -> Iterator[None]:
-    """What runs in here does not keep `result` of `rms_norm` or `swiglu` for its backward pass. Any
-    other tensor it keeps."""
-    again: Callable[[], torch.Tensor] | None = getattr(result, _AGAIN, None)
-    if again is None or not torch.is_grad_enabled():
+def recomputed_for_backward(result: torch.Tensor) -> Iterator[None]:
+    """Do not save `result`, of `rms_norm` or `swiglu`, for backward passes within the context.
+
+    Other tensors are saved as usual.
+    """
+    recompute: Callable[[], torch.Tensor] | None = getattr(result, _RECOMPUTE, None)
+    if recompute is None or not torch.is_grad_enabled():
         yield
         return
 
-    place, size = (
-        result.data_ptr(),
-        result.numel(),
-    )  # the hooks live as long as what they packed, and must not hold the result
+    # The hooks live as long as the saved tensors, so they must not refer to the result itself.
+    address = result.data_ptr()
+    size = result.numel()
 
     def pack(saved: torch.Tensor) -> Any:
-        same = saved.data_ptr() == place and saved.numel() == size
-        return partial(_reshaped, again, saved.shape) if same else saved
+        is_result = saved.data_ptr() == address and saved.numel() == size
+        return partial(_reshaped, recompute, saved.shape) if is_result else saved
 
-    with saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, torch.Tensor) else kept()):
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else packed()
+
+    with saved_tensors_hooks(pack, unpack):
         yield
 
 
-def _reshaped(again: Callable[[], torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    return again().view(shape)
+def _reshaped(recompute: Callable[[], torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    return recompute().view(shape)
 
 
-def _can_be_made_again(
+def _recomputable(
     result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
 ) -> torch.Tensor:
+    """Attach to `result` the function that recomputes it."""
     if torch.is_grad_enabled():
-        kept = [value.detach() if isinstance(value, torch.Tensor) else value for value in arguments]
-        setattr(result, _AGAIN, partial(function, *kept))
+        detached = [
+            value.detach() if isinstance(value, torch.Tensor) else value for value in arguments
+        ]
+        setattr(result, _RECOMPUTE, partial(function, *detached))
     return result
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean x² + eps) · weight over the last dimension. `weight` [H]."""
+    """Return x / sqrt(mean x² + eps) · weight over the last dimension. `weight` [H]."""
     result: Any = _RMSNorm.apply(x, weight, eps)
-    return _can_be_made_again(result, _norm, x, weight, eps)
+    return _recomputable(result, _norm, x, weight, eps)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,8 +84,10 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """As the kernels read it: one row after another. (A part of a larger tensor's last dimension is
-    not.)"""
+    """Return contiguous rows, as the kernels need them.
+
+    A slice of a larger tensor's last dimension is not contiguous.
+    """
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -91,11 +100,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        (grad,), (x, weight), eps = grads, ctx.saved_tensors, ctx.eps
-        flat = _rows(x)
-        incoming = _rows(grad)
+        x, weight = ctx.saved_tensors
         function = _norm_backward if kernels is None else kernels.rms_norm_backward
-        of_x, of_weight = function(incoming, flat, weight, eps)
+        of_x, of_weight = function(_rows(grads[0]), _rows(x), weight, ctx.eps)
         return of_x.view(x.shape), of_weight, None
 
 
@@ -111,9 +118,9 @@ def _norm_backward(grad, x, weight, eps):
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(a) b of [..., 2 F] = a, b: [..., F]."""
+    """Return silu(a) · b [..., F] of `both` = (a, b) [..., 2 F]."""
     result: Any = _SwiGLU.apply(both)
-    return _can_be_made_again(result, _gated, both)
+    return _recomputable(result, _gated, both)
 
 
 def _gated(both: torch.Tensor) -> torch.Tensor:
@@ -131,11 +138,9 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        (grad,), (both,) = grads, ctx.saved_tensors
-        flat = _rows(both)
-        incoming = _rows(grad)
+        (both,) = ctx.saved_tensors
         function = _gated_backward if kernels is None else kernels.swiglu_backward
-        return function(incoming, flat).view(both.shape)
+        return function(_rows(grads[0]), _rows(both)).view(both.shape)
 
 
 def _gated_backward(grad: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
@@ -154,12 +159,12 @@ def query_key_value(
     sine: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [L, heads, D], keys and values [L, groups, D] from mixed [L, groups, (heads / groups
-    + 2) × D].
+    """Split queries [L, heads, D], keys and values [L, groups, D] of the mixed projection.
 
-    Queries and keys are normalised per head (`rms_norm`, if there are weights [D]) and turned by
-    their position's angles, whose cosine and sine [L, D / 2] are given: (a, b) → (a cos - b sin, b
-    cos + a sin). Values may alias `mixed`.
+    Queries and keys are normalised per head (`rms_norm`, if there are weights [D]) and rotated by
+    their positions: (a, b) → (a cos - b sin, b cos + a sin). Values may alias `mixed`.
+
+    Shapes: mixed [L, groups, (heads / groups + 2) × D]; cosine and sine [L, D / 2].
     """
     result: Any = _QueryKeyValue.apply(mixed, query_weight, key_weight, cosine, sine, eps)
     return result
@@ -204,7 +209,7 @@ class _QueryKeyValue(torch.autograd.Function):
 
 
 def _halves(mixed: torch.Tensor, group: int, offset: int, half: int) -> torch.Tensor:
-    """[L, groups, group, 2, D / 2], a view."""
+    """Return a view [L, groups, group, 2, D / 2] of the heads at `offset`."""
     part = mixed[..., offset : offset + group * 2 * half]
     return part.unflatten(-1, (group, 2, half))
 
@@ -218,9 +223,11 @@ def _heads(mixed, weight, cosine, sine, *, group: int, offset: int, eps: float) 
             * (part.square().mean((-2, -1), keepdim=True) + eps).rsqrt()
             * weight.float().view(2, half)
         )
-    (first, second), cos, sin = part.unbind(-2), cosine[:, None, None], sine[:, None, None]
-    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -2)
-    return turned.to(mixed.dtype).view(len(mixed), -1, 2 * half)
+    first, second = part.unbind(-2)
+    cos = cosine[:, None, None]
+    sin = sine[:, None, None]
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], -2)
+    return rotated.to(mixed.dtype).view(len(mixed), -1, 2 * half)
 
 
 def _heads_backward(

@@ -1,12 +1,13 @@
 # ruff: noqa: N803 - Triton's constants are upper case
 """Triton kernels of the policy's forward and backward pass, and the functions that launch them.
 
-Each does in one pass over memory what torch does in several kernels, reckons in float32 whatever
-the dtype of its tensors and rounds once, when it stores. The same inputs give the same bits: what
-is summed over programs is summed afterwards, or is an integer. `fused`, `vocab` and `state` have
-the same functions in torch, which is what runs without CUDA and what these are tested against.
-Legend: L tokens, H width of a row, D head size, V vocabulary columns of this rank. Rows are
-contiguous.
+Each kernel makes one pass over memory instead of torch's several. It computes in float32 for any
+dtype of its tensors and rounds once, at the store. Equal inputs give equal bits: sums over programs
+are made in a fixed order afterwards, or are sums of integers. `fused`, `vocab` and `state` have the
+same functions in torch, for machines without CUDA and as the reference of tests.
+
+Legend: L tokens, H width of a row, D head size, F feed-forward size, V vocabulary columns of this
+rank. Rows are contiguous.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
+# Programs of a backward pass with weight gradients: 8 per multiprocessor of an H100 or H200.
 PROGRAMS = 1056
-"""Programs that share the rows of a backward pass with weight gradients: 8 per multiprocessor of an
-H100 or H200."""
-COLUMNS, FLAT = 4096, 1024
-"""Elements of one program: of a row of logits, and of a pointwise kernel."""
+# Elements per program: of a row of logits, and of a pointwise kernel.
+COLUMNS = 4096
+FLAT = 1024
 
 
 @triton.jit
-def _statistics(logits, targets, found, columns, rows, inverse_temperature, BLOCK: tl.constexpr):
+def _statistics(logits, targets, result, columns, rows, inverse_temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     offsets = tl.arange(0, BLOCK)
@@ -49,23 +50,26 @@ def _statistics(logits, targets, found, columns, rows, inverse_temperature, BLOC
         total = shrink * total + tl.sum(mass, 0)
         top = higher
     target = tl.load(targets + row)
-    here = target >= 0
-    chosen = tl.load(start + tl.where(here, target, 0)).to(tl.float32) * inverse_temperature
-    tl.store(found + row, top)
-    tl.store(found + rows + row, total)
-    tl.store(found + 2 * rows + row, weighted)
-    tl.store(found + 3 * rows + row, tl.where(here, chosen, 0.0))
+    is_local = target >= 0
+    chosen = tl.load(start + tl.where(is_local, target, 0)).to(tl.float32) * inverse_temperature
+    tl.store(result + row, top)
+    tl.store(result + rows + row, total)
+    tl.store(result + 2 * rows + row, weighted)
+    tl.store(result + 3 * rows + row, tl.where(is_local, chosen, 0.0))
 
 
 def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[4, n] float32 of logits [n, V] z / temperature: the largest, Σ exp(z - largest), Σ exp(z -
-    largest) (z - largest), and the target's (0 where `targets` [n] is -1: another rank's)."""
+    """Return [4, n] float32 statistics of z = logits / temperature.
+
+    The maximum, Σ exp(z - maximum), Σ exp(z - maximum) (z - maximum), and the target's z (0 if
+    `targets` is -1: on another rank). Shapes: logits [n, V]; targets [n].
+    """
     rows, columns = logits.shape
-    found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    result = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _launch(_statistics, rows)(
-        logits, targets, found, columns, rows, 1.0 / temperature, BLOCK=COLUMNS, num_warps=8
+        logits, targets, result, columns, rows, 1.0 / temperature, BLOCK=COLUMNS, num_warps=8
     )
-    return found
+    return result
 
 
 @triton.jit
@@ -82,17 +86,17 @@ def _gradient(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < columns
-    at = logits + row * columns + place
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    at = logits + row * columns + column
     log_prob = tl.load(at, mask=inside, other=0.0).to(tl.float32) * inverse_temperature - tl.load(
         log_totals + row
     )
     prob = tl.exp(log_prob)
     grad_log_prob = tl.load(grad_log_probs + row)
-    gradient = grad_log_prob * (tl.where(place == tl.load(targets + row), 1.0, 0.0) - prob)
+    gradient = grad_log_prob * (tl.where(column == tl.load(targets + row), 1.0, 0.0) - prob)
     if WITH_ENTROPY:
-        log_prob = tl.where(prob > 0.0, log_prob, 0.0)  # 0 × -inf of a masked token would be NaN
+        log_prob = tl.where(prob > 0.0, log_prob, 0.0)  # 0 × -inf of a masked token would be NaN.
         gradient -= tl.load(grad_entropies + row) * prob * (log_prob + tl.load(entropies + row))
     tl.store(at, (gradient * inverse_temperature).to(logits.dtype.element_ty), mask=inside)
 
@@ -106,8 +110,10 @@ def gradient_(
     grad_entropies: torch.Tensor | None,
     temperature: float,
 ) -> torch.Tensor:
-    """Overwrite logits [n, V] with the gradient at them; everything else is [n], `log_totals` over
-    all ranks' columns."""
+    """Overwrite logits [n, V] with their gradient. Other arguments are [n].
+
+    `log_totals` are over all ranks' columns.
+    """
     rows, columns = logits.shape
     _launch(_gradient, rows, -(-columns // COLUMNS))(
         logits,
@@ -128,12 +134,12 @@ def gradient_(
 @triton.jit
 def _swiglu(both, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < width
-    gate = tl.load(both + row * 2 * width + place, mask=inside, other=0.0).to(tl.float32)
-    linear = tl.load(both + row * 2 * width + width + place, mask=inside, other=0.0).to(tl.float32)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    linear = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(
-        out + row * width + place,
+        out + row * width + column,
         (gate * tl.sigmoid(gate) * linear).to(out.dtype.element_ty),
         mask=inside,
     )
@@ -142,23 +148,23 @@ def _swiglu(both, out, width, BLOCK: tl.constexpr):
 @triton.jit
 def _swiglu_backward(grad, both, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < width
-    gate = tl.load(both + row * 2 * width + place, mask=inside, other=0.0).to(tl.float32)
-    linear = tl.load(both + row * 2 * width + width + place, mask=inside, other=0.0).to(tl.float32)
-    incoming = tl.load(grad + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    linear = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    incoming = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     of_gate = incoming * linear * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(out + row * 2 * width + place, of_gate.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * 2 * width + column, of_gate.to(out.dtype.element_ty), mask=inside)
     tl.store(
-        out + row * 2 * width + width + place,
+        out + row * 2 * width + width + column,
         (incoming * gate * sigmoid).to(out.dtype.element_ty),
         mask=inside,
     )
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(a) b of [L, 2 F] = a, b: [L, F]."""
+    """Return silu(a) · b [L, F] of `both` = (a, b) [L, 2 F]."""
     rows = both.shape[0]
     width = both.shape[1] // 2
     out = both.new_empty(rows, width)
@@ -167,7 +173,7 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_backward(grad: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-    """The gradient at [L, 2 F] from the one [L, F] at what `swiglu` made of it."""
+    """Return the gradient [L, 2 F] at `both` from the gradient [L, F] at the result of `swiglu`."""
     rows = both.shape[0]
     width = both.shape[1] // 2
     out = torch.empty_like(both)
@@ -180,13 +186,13 @@ def swiglu_backward(grad: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    inside = place < width
-    values = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
-    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(
-        out + row * width + place, (values * scale * factor).to(out.dtype.element_ty), mask=inside
+        out + row * width + column, (values * scale * factor).to(out.dtype.element_ty), mask=inside
     )
 
 
@@ -194,32 +200,32 @@ def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
 def _rms_norm_backward(
     grad, x, weight, out, parts, rows, width, eps, programs, BLOCK: tl.constexpr
 ):
-    place = tl.arange(0, BLOCK)
-    inside = place < width
-    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros([BLOCK], tl.float32)
     program = tl.program_id(0).to(tl.int64)
     for step in range(tl.cdiv(rows, programs)):
         row = program + step * programs
         start = row * width
         real = inside & (row < rows)
-        values = tl.load(x + start + place, mask=real, other=0.0).to(tl.float32)
-        incoming = tl.load(grad + start + place, mask=real, other=0.0).to(tl.float32)
+        values = tl.load(x + start + column, mask=real, other=0.0).to(tl.float32)
+        incoming = tl.load(grad + start + column, mask=real, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
         normal = values * scale
         of_weight += incoming * normal
         incoming = incoming * factor
         mean = tl.sum(incoming * normal, 0) / width
         tl.store(
-            out + start + place,
+            out + start + column,
             (scale * (incoming - normal * mean)).to(out.dtype.element_ty),
             mask=real,
         )
-    tl.store(parts + program * width + place, of_weight, mask=inside)
+    tl.store(parts + program * width + column, of_weight, mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean x² + eps) · weight over the last dimension of [L, H]."""
+    """Return x / sqrt(mean x² + eps) · weight over the last dimension of x [L, H]."""
     rows, width = x.shape
     out = torch.empty_like(x)
     block = 1 << (width - 1).bit_length()
@@ -230,7 +236,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients at x [L, H] and at the weight [H]."""
+    """Return the gradients at x [L, H] and at the weight [H]."""
     rows, width = x.shape
     out = torch.empty_like(x)
     programs = max(1, min(PROGRAMS, rows))
@@ -335,10 +341,10 @@ def _heads_backward(
         cos = tl.load(cosine + token[:, None] * HALF + half, mask=real, other=0.0)
         sin = tl.load(sine + token[:, None] * HALF + half, mask=real, other=0.0)
         source = grad + row.to(tl.int64)[:, None] * 2 * HALF + half
-        turned_first = tl.load(source, mask=real, other=0.0).to(tl.float32)
-        turned_second = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
-        grad_first = turned_first * cos + turned_second * sin
-        grad_second = turned_second * cos - turned_first * sin
+        rotated_first = tl.load(source, mask=real, other=0.0).to(tl.float32)
+        rotated_second = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+        grad_first = rotated_first * cos + rotated_second * sin
+        grad_second = rotated_second * cos - rotated_first * sin
         if NORM:
             first = tl.load(mixed + start + half, mask=real, other=0.0).to(tl.float32)
             second = tl.load(mixed + start + HALF + half, mask=real, other=0.0).to(tl.float32)
@@ -362,9 +368,9 @@ def _heads_backward(
         tl.store(out + start + half, grad_first.to(out.dtype.element_ty), mask=real)
         tl.store(out + start + HALF + half, grad_second.to(out.dtype.element_ty), mask=real)
     if NORM:
-        place = program * 2 * HALF + tl.arange(0, HALF)
-        tl.store(parts + place, of_first)
-        tl.store(parts + place + HALF, of_second)
+        column = program * 2 * HALF + tl.arange(0, HALF)
+        tl.store(parts + column, of_first)
+        tl.store(parts + column + HALF, of_second)
 
 
 def heads(
@@ -377,10 +383,13 @@ def heads(
     offset: int,
     eps: float,
 ) -> torch.Tensor:
-    """[L, groups × group, D]: of mixed [L, groups, width] the `group` heads that begin at `offset`
-    in every group, normalised (if there is a weight [D]) and turned by the angle whose cosine and
-    sine [L, D / 2] are given."""
-    (tokens, groups, width), half = mixed.shape, cosine.shape[1]
+    """Return the `group` heads at `offset` of every group: [L, groups × group, D].
+
+    The heads are normalised (if there is a weight [D]) and rotated. Shapes: mixed [L, groups,
+    width]; cosine and sine [L, D / 2].
+    """
+    tokens, groups, width = mixed.shape
+    half = cosine.shape[1]
     out = mixed.new_empty(tokens, groups * group, 2 * half)
     rows = tokens * groups * group
     _launch(_heads, -(-rows // 16))(
@@ -416,9 +425,12 @@ def heads_backward(
     offset: int,
     eps: float,
 ) -> torch.Tensor | None:
-    """Write the gradient at these heads into `out` [L, groups, width]; returns the one at the
-    weight [D]."""
-    (tokens, groups, width), half = mixed.shape, cosine.shape[1]
+    """Write the gradient at these heads into `out` [L, groups, width].
+
+    Returns the gradient at the weight [D].
+    """
+    tokens, groups, width = mixed.shape
+    half = cosine.shape[1]
     rows = tokens * groups * group
     programs = max(1, min(2 * PROGRAMS, -(-rows // 16)))
     parts = torch.empty(programs, 2 * half, dtype=torch.float32, device=mixed.device)
@@ -447,24 +459,26 @@ def heads_backward(
 
 
 @triton.jit
-def _hash(words, found, number, first_odd, second_odd, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < number
-    word = tl.load(words + place, mask=inside, other=0)
-    first = (word ^ (place * first_odd)) * first_odd
+def _hash(words, result, number, first_odd, second_odd, BLOCK: tl.constexpr):
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < number
+    word = tl.load(words + column, mask=inside, other=0)
+    first = (word ^ (column * first_odd)) * first_odd
     first = (first ^ (first >> 29)) * first_odd
-    second = (word ^ (place * second_odd)) * second_odd
+    second = (word ^ (column * second_odd)) * second_odd
     second = (second ^ (second >> 29)) * second_odd
-    tl.atomic_add(found, tl.sum(tl.where(inside, first ^ (first >> 32), 0), 0))
-    tl.atomic_add(found + 1, tl.sum(tl.where(inside, second ^ (second >> 32), 0), 0))
+    tl.atomic_add(result, tl.sum(tl.where(inside, first ^ (first >> 32), 0), 0))
+    tl.atomic_add(result + 1, tl.sum(tl.where(inside, second ^ (second >> 32), 0), 0))
 
 
-def hash_(words: torch.Tensor, found: torch.Tensor, first_odd: int, second_odd: int) -> None:
-    """Add to found [2] int64 the sums, modulo 2^64, of words [n] int64 mixed with their positions
-    and each odd number."""
+def hash_(words: torch.Tensor, result: torch.Tensor, first_odd: int, second_odd: int) -> None:
+    """Add to result [2] int64 the hash of words [n] int64, modulo 2^64.
+
+    The hash is two sums over the words, mixed with their positions and one odd number each.
+    """
     if len(words):
         _launch(_hash, -(-len(words) // (4 * FLAT)))(
-            words, found, len(words), first_odd, second_odd, BLOCK=4 * FLAT
+            words, result, len(words), first_odd, second_odd, BLOCK=4 * FLAT
         )
 
 

@@ -1,11 +1,11 @@
-"""The decoder in Megatron's local (not Transformer Engine) layers, with attention, norms and SwiGLU
-of our own (`fused`).
+"""The decoder of policy and critic, in Megatron's local (not Transformer Engine) layers.
 
-`PolicyModel` ends before the logits: its last pipeline stage returns the final hidden states, and
-`vocab` turns only those rows that a loss or a score asks for into log-probs, a chunk at a time.
-`ValueModel`, a critic, has one output in their place.
+`block_spec` replaces attention, norms, SwiGLU and grouped experts of Megatron's specification by
+the classes of this module (kernels: `fused`).
 
-Not here: sizes and names (`bridge`), wrapping and optimizers (`model`).
+`PolicyModel` ends before the logits: its last pipeline stage returns the final hidden states. Only
+the rows that a loss or a score reads become log-probs, a chunk at a time (`vocab`). `ValueModel`,
+the critic, has a value head in place of the output layer.
 """
 
 from __future__ import annotations
@@ -41,15 +41,23 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from rlpipe.engines.megatron.model.attention import CoreAttention, PackedLayout
-from rlpipe.engines.megatron.model.fused import query_key_value, remade, rms_norm, swiglu
-from rlpipe.engines.megatron.model.grouped import GroupedExperts
+from rlpipe.engines.megatron.model.fused import (
+    query_key_value,
+    recomputed_for_backward,
+    rms_norm,
+    swiglu,
+)
 from rlpipe.errors import ConfigError
 
+# Low enough that padding never gets probability. Not -inf: user functions would make NaN of
+# 0 × -inf.
 PADDING_LOGIT = -1.0e30
+# The function was private in older versions of torch.
+grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm")  # noqa: B009
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, in one operation."""
+    """torch's RMSNorm in one fused operation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.eps is not None
@@ -57,8 +65,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class Norm:
-    """RMSNorm or LayerNorm, marked so that its gradients are summed over sequence parallel
-    ranks."""
+    """RMSNorm or LayerNorm, marked so that gradients are summed over sequence parallel ranks."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused) -> torch.nn.Module:
         assert not config.layernorm_zero_centered_gamma
@@ -70,11 +77,10 @@ class Norm:
 
 
 class FeedForward(MLP):
-    """Megatron's MLP, whose SwiGLU is one operation and whose matrix products do not keep what can
-    be made again."""
+    """Megatron's MLP with a fused SwiGLU. Inputs of its matrix products are recomputed."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        """With what Megatron's own specification of a local layer says."""
+        # The arguments of Megatron's own specification of a local layer.
         group: Any = parallel_state.get_tensor_model_parallel_group()
         super().__init__(
             config,
@@ -91,34 +97,33 @@ class FeedForward(MLP):
     ) -> Any:
         if per_token_scale is not None or not _is_swiglu(self.config):
             return super().forward(hidden_states, per_token_scale, **keywords)
-        with remade(hidden_states):
+        with recomputed_for_backward(hidden_states):
             both, bias = self.linear_fc1(hidden_states)
         gated = swiglu(both if bias is None else both + bias)
-        with remade(gated):
+        with recomputed_for_backward(gated):
             return self.linear_fc2(gated)
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
     plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
-    own = (
+    unfused = (
         not config.gradient_accumulation_fusion
         and not config.bias_activation_fusion
         and not config.use_te_activation_func
     )
     return (
         plain
-        and own
+        and unfused
         and config.gated_linear_unit
         and config.activation_func is torch.nn.functional.silu
     )
 
 
 class Attention(SelfAttention):
-    """Megatron's self-attention, whose queries and keys are split off, normalised and turned in one
-    operation each.
+    """Megatron's self-attention with fused split, normalisation and rotation of queries and keys.
 
-    Where a model wants anything else of them (latent attention, partial or interleaved rotation, an
-    output gate, key heads that tensor parallel ranks share), Megatron's own way is taken.
+    Models with latent attention, partial or interleaved rotation, an output gate, or key heads that
+    tensor parallel ranks share use Megatron's own operations.
     """
 
     _angles: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -134,7 +139,9 @@ class Attention(SelfAttention):
             and isinstance(rotation, torch.Tensor)
             and self._can_fuse(rotation)
         ):
-            self._angles, keywords["rotary_pos_emb"] = layout.angles(rotation), None
+            self._angles = layout.angles(rotation)
+            # Megatron rotates unless this is None; `get_query_key_value_tensors` rotates instead.
+            keywords["rotary_pos_emb"] = None
         return super().forward(hidden_states, attention_mask, *args, **keywords)
 
     def _can_fuse(self, rotation: torch.Tensor) -> bool:
@@ -165,7 +172,9 @@ class Attention(SelfAttention):
         if self._angles is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **keywords)
         with (
-            remade(hidden_states) if not self.config.gradient_accumulation_fusion else nullcontext()
+            recomputed_for_backward(hidden_states)
+            if not self.config.gradient_accumulation_fusion
+            else nullcontext()
         ):
             product: Any = self.linear_qkv
             mixed, _ = product(hidden_states)
@@ -173,23 +182,91 @@ class Attention(SelfAttention):
             norm.weight if isinstance(norm, RMSNorm) else None
             for norm in (self.q_layernorm, self.k_layernorm)
         )
-        (cosine, sine), self._angles = self._angles, None
+        cosine, sine = self._angles
+        self._angles = None
         grouped = mixed[:, 0].unflatten(-1, (self.num_query_groups_per_partition, -1))
         parts = query_key_value(grouped, query, key, cosine, sine, self.config.layernorm_epsilon)
         return tuple(part[:, None] for part in parts)
 
 
-def block_spec(config: TransformerConfig, stage: int | None = None) -> Any:
-    """A pipeline stage's layers (a TransformerBlockSubmodules, whose own annotations are narrower
-    than its use).
+class GroupedExperts(SequentialMLP):
+    """SwiGLU experts by grouped matrix products (`train.megatron.moe_grouped_gemm`).
 
-    Megatron's specification of local layers is taken, and some of its parts are replaced. `stage`:
-    None is this rank's. Raises: ConfigError if a part to replace is not Megatron's own: a changed
-    specification would be ignored.
+    Without Transformer Engine, Megatron computes one expert after another. With 128 small experts,
+    a GPU mostly waits for kernel launches. Here a layer has two grouped products forward and four
+    backward, by `torch.nn.functional.grouped_mm` (on CUDA: CUTLASS kernels for bfloat16, whose
+    sizes must be multiples of 8). Each expert keeps its own parameters, so names, checkpoints,
+    exports and gradients are equal to Megatron's. One layer's expert weights are copied next to
+    each other during its forward and its backward pass: extra memory of one layer. With tensor
+    parallelism the dispatcher sums the results of the shards.
+    """
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> Any:
+        """Return the output [T, H] and no bias.
+
+        Shapes: hidden states [T, H], sorted by expert; tokens_per_expert [experts]; weights of the
+        outputs [T].
+        """
+        tokens = permuted_local_hidden_states
+        if not len(tokens) or self.config.moe_apply_probs_on_input:
+            return super().forward(tokens, tokens_per_expert, permuted_probs)
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        experts: Any = self.local_experts
+        hidden = swiglu(
+            grouped_linear(tokens, ends, [expert.linear_fc1.weight for expert in experts])
+        )
+        weighted = (hidden * permuted_probs.unsqueeze(-1)).to(hidden.dtype)
+        output = grouped_linear(weighted, ends, [expert.linear_fc2.weight for expert in experts])
+        return output, None
+
+
+def grouped_linear(
+    tokens: torch.Tensor, ends: torch.Tensor, weights: list[torch.Tensor]
+) -> torch.Tensor:
+    """Multiply each group of tokens by the group's own weight.
+
+    Shapes: tokens [T, K], sorted by group; ends [groups] int32, the end of each group; weights
+    [N, K] each; returns [T, N].
+    """
+    result: Any = _GroupedLinear.apply(tokens, ends, *weights)
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, ends, *weights):
+        ctx.save_for_backward(tokens, ends, *weights)
+        return grouped_mm(tokens, torch.stack(weights).mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tokens, ends, *weights = ctx.saved_tensors
+        incoming = grads[0].contiguous()
+        to_tokens = (
+            grouped_mm(incoming, torch.stack(weights), offs=ends)
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        to_weights = grouped_mm(incoming.mT, tokens, offs=ends)
+        return to_tokens, None, *to_weights.unbind()
+
+
+def block_spec(config: TransformerConfig, stage: int | None = None) -> Any:
+    """Return the specification of a pipeline stage's layers (a TransformerBlockSubmodules).
+
+    It is Megatron's specification of local layers with some parts replaced. `stage`: None is this
+    rank's. Raises: ConfigError if a part to replace is not Megatron's own, because its change would
+    be ignored.
     """
     plain = copy.copy(config)
-    plain.moe_grouped_gemm = False  # of Megatron's own, which needs other packages
-    # Looked up when it is called: a hook of the user may have put another function there.
+    # Megatron's own grouped experts need packages that are not required here.
+    plain.moe_grouped_gemm = False
+    # Looked up at each call: a user hook may have replaced the function in this module.
     block: Any = gpt_layer_specs.get_gpt_decoder_block_spec(
         plain, use_transformer_engine=False, normalization=config.normalization, pp_rank=stage
     )
@@ -206,7 +283,12 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Any:
             layer.submodules.mlp = FeedForward
         elif config.moe_grouped_gemm and getattr(mlp, "module", None) is MoELayer:
             require_own("mlp.experts", mlp.submodules.experts.module, SequentialMLP)
-            mlp.submodules.experts = _grouped(config, mlp.submodules.experts)
+            assert not config.add_bias_linear and _is_swiglu(config), (
+                "bridges.supported refuses all other experts"
+            )
+            mlp.submodules.experts = ModuleSpec(
+                module=GroupedExperts, submodules=mlp.submodules.experts.submodules
+            )
         _use_our_norm(layer.submodules)
         _use_our_norm(attention.submodules)
     require_own("layer_norm", block.layer_norm, WrappedTorchNorm, gpt_layer_specs.LNImpl)
@@ -215,30 +297,25 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Any:
 
 
 def distinct_layers(block: Any) -> list[Any]:
-    """The specifications of a block's layers, each once: layers of one kind share theirs."""
+    """Return the specifications of a block's layers, each once. Layers of one kind share one."""
     return list({id(layer): layer for layer in block.layer_specs}.values())
 
 
-def require_own(part: str, found: Any, *own: type) -> None:
-    """Raises: ConfigError if a part of the specification of layers is not one of Megatron's own
-    classes, which are replaced."""
-    found = getattr(found, "module", found)
-    if found in own:
+def require_own(part: str, module: Any, *own: type) -> None:
+    """Raises: ConfigError if a part of a layer specification is none of Megatron's classes
+    `own`."""
+    module = getattr(module, "module", module)
+    if module in own:
         return
+    function = gpt_layer_specs.get_gpt_decoder_block_spec
     raise ConfigError(
-        "this Megatron-LM has other layers, which the trainer would replace by its own",
-        where=f"{gpt_layer_specs.get_gpt_decoder_block_spec.__module__}.get_gpt_decoder_block_spec: {part}",
-        found=f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}",
+        "this Megatron-LM has its own layers, which the trainer would replace",
+        where=f"{function.__module__}.get_gpt_decoder_block_spec: {part}",
+        found=f"{getattr(module, '__module__', '')}.{getattr(module, '__qualname__', module)}",
         expected=" or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in own),
-        do="leave the specification of layers as Megatron-core has it; change the model in rlpipe.engines.megatron.model.layers",
+        do="restore Megatron-core's specification of layers; change the model in "
+        "rlpipe.engines.megatron.model.layers",
     )
-
-
-def _grouped(config: TransformerConfig, experts: Any) -> Any:
-    assert not config.add_bias_linear and _is_swiglu(config), (
-        "bridges.supported accepts no other experts"
-    )
-    return ModuleSpec(module=GroupedExperts, submodules=experts.submodules)
 
 
 def _use_our_norm(submodules) -> None:
@@ -248,8 +325,12 @@ def _use_our_norm(submodules) -> None:
 
 
 class PolicyModel(GPTModel):
-    """A GPT whose last stage returns hidden states [L, 1, H] (sharded over L if sequence parallel),
-    not logits."""
+    """A GPT whose last stage returns hidden states, not logits.
+
+    The hidden states are [L, 1, H], sharded over L with sequence parallelism.
+
+    Legend: L local packed tokens, n rows, H hidden size, V padded vocabulary.
+    """
 
     _vocabulary: int | None = None
 
@@ -257,8 +338,10 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def output_rows(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[n, H] hidden states of those positions, on every tensor parallel rank, in the weights'
-        dtype."""
+        """Return the hidden states [n, H] at `rows`, on every tensor parallel rank.
+
+        Their dtype is that of the weights.
+        """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -266,37 +349,37 @@ class PolicyModel(GPTModel):
         hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         return hidden_states[:, 0].index_select(0, rows).to(self._output_shard().dtype)
 
-    def pad(self, vocabulary: int) -> None:
-        """Say how many tokens there are really: the rows of embedding and output layer beyond are
-        padding, which is 0."""
+    def set_vocabulary(self, vocabulary: int) -> None:
+        """Set the number of real tokens. Later rows of embedding and output layer are padding."""
         self._vocabulary = vocabulary
 
     @property
     def first_token(self) -> int:
-        """The token of the first row of this rank's shard of the output layer."""
+        """Token of the first row of this rank's shard of the output layer."""
         return self.pg_collection.tp.rank() * len(self._output_shard())
 
     def output_weight(self) -> torch.Tensor:
-        """[≤ V / TP, H] this rank's shard of the output layer (the embedding if they are tied),
-        without padding."""
+        """Return this rank's shard of the output layer without padding: [≤ V / TP, H].
+
+        A tied model returns the embedding.
+        """
         weight = self._output_shard()
         tokens = self._num_tokens()
         return weight if tokens == len(weight) else weight[:tokens]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, V / TP] float32 of hidden states [n, H]; those of padding are so low that they never
-        get probability.
+        """Return the logits [n, V / TP] float32 of hidden states [n, H].
 
-        (Not -inf, with which functions of the user would make NaN of 0 × -inf.)
+        Logits of padding are PADDING_LOGIT.
         """
-        found = torch.nn.functional.linear(rows, self._output_shard()).float()
+        logits = torch.nn.functional.linear(rows, self._output_shard()).float()
         tokens = self._num_tokens()
-        if tokens < found.shape[1]:
-            found[:, tokens:] = PADDING_LOGIT
-        return found
+        if tokens < logits.shape[1]:
+            logits[:, tokens:] = PADDING_LOGIT
+        return logits
 
     def _num_tokens(self) -> int:
-        """Rows of this rank's shard that are no padding."""
+        """Return the number of rows of this rank's shard that are not padding."""
         rows = len(self._output_shard())
         vocabulary = self.vocab_size if self._vocabulary is None else self._vocabulary
         return min(max(vocabulary - self.first_token, 0), rows)
@@ -309,8 +392,10 @@ class PolicyModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """One number per position: w·h + b in float32, whatever the dtype of the model. The same on all
-    tensor parallel ranks."""
+    """One value per position: w·h + b in float32 for any dtype of the model.
+
+    Equal on all tensor parallel ranks.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -320,14 +405,13 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] → [n] float32."""
-        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())[
-            :, 0
-        ]
+        """Return the values [n] float32 of hidden states [n, H]."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        return values[:, 0]
 
 
 class ValueModel(PolicyModel):
-    """A GPT with a value head, which begins at 0, in place of its output layer."""
+    """A GPT with a value head, initially 0, in place of its output layer."""
 
     def __init__(self, **keywords: Any) -> None:
         keywords["share_embeddings_and_output_weights"] = False
@@ -336,13 +420,11 @@ class ValueModel(PolicyModel):
             self.output_layer = ValueHead(self.config)
 
     def values(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[n] float32 at those positions, on every tensor parallel rank.
-
-        All of them compute the same loss, so a sequence parallel rank takes its own part of the
-        gradient; nothing is summed.
-        """
+        """Return the values [n] float32 at `rows`, on every tensor parallel rank."""
         if self.config.sequence_parallel:
             group = self.pg_collection.tp
+            # Every tensor parallel rank computes the same loss. So each sequence parallel rank
+            # takes its own part of the gradient, and nothing is summed.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=group
             )

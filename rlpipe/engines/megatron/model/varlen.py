@@ -1,18 +1,17 @@
-"""Attention over packed segments on CUDA in 16 bit: which library does it, chosen once in a
-process, the fastest that is there.
+"""`attend`: attention over packed segments on CUDA in 16 bit, by the fastest installed library.
 
-| backend              | package              | why there                                              |
-|----------------------|----------------------|--------------------------------------------------------|
-| transformer_engine   | transformer_engine   | takes cuDNN's kernels or FlashAttention 3              |
-| flash_attention_3    | flash_attn_interface | FlashAttention for Hopper                              |
-| flash_attention_2    | flash_attn           | newer than the copy in torch                           |
-| torch                | torch                | always there: FlashAttention 2, `torch.nn.attention.varlen` |
+`backend` chooses the library once in a process:
 
-All take key heads that several query heads share, and segments whose keys are more than their
-queries: query i of m then sees all keys but the last m - 1 - i (the causal rule from the bottom
-right). All are deterministic where torch is asked to be.
+| backend | package | remark |
+|---|---|---|
+| transformer_engine | transformer_engine | uses cuDNN's kernels or FlashAttention 3 |
+| flash_attention_3 | flash_attn_interface | FlashAttention for Hopper |
+| flash_attention_2 | flash_attn | newer than the copy in torch |
+| torch | torch | always installed: FlashAttention 2, `torch.nn.attention.varlen` |
 
-Not here: other devices and dtypes, which segments there are (`attention`).
+All support key heads that several query heads share, and segments with more keys than queries:
+query i of m then sees all keys but the last m - 1 - i (the causal mask from the bottom right). All
+are deterministic if torch is set to be deterministic.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Segments:
-    """Which queries look at which keys."""
+    """The queries and keys of n segments."""
 
     queries: torch.Tensor
-    """[n + 1] int32: where each segment's queries begin, and the end."""
+    """[n + 1] int32: start of each segment's queries, and the end of the last."""
     keys: torch.Tensor
-    """[n + 1] int32: where its keys begin."""
+    """[n + 1] int32: start of each segment's keys, and the end of the last."""
     longest_query: int
     longest_key: int
 
@@ -56,24 +55,26 @@ D]."""
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    """[L, heads, value size], by the backend of this process. Values may be narrower than queries
-    and keys."""
-    narrower = query.shape[-1] - value.shape[-1]
-    padded = torch.nn.functional.pad(value, (0, narrower)) if narrower else value
+    """Return [L, heads, value size], by the backend of this process.
+
+    Values may be narrower than queries and keys, as in latent attention.
+    """
+    missing = query.shape[-1] - value.shape[-1]
+    padded = torch.nn.functional.pad(value, (0, missing)) if missing else value
     out = _function(backend())(query, key, padded, segments, scale)
-    return out[..., : value.shape[-1]] if narrower else out
+    return out[..., : value.shape[-1]] if missing else out
 
 
 @functools.cache
 def backend() -> str:
-    """The name of the backend in use, a key of BACKENDS."""
-    found = next(
+    """Return the name of the backend in use, a key of BACKENDS."""
+    chosen = next(
         name
         for name, (package, _) in BACKENDS.items()
         if importlib.util.find_spec(package) is not None
     )
-    _LOG.info("attention over packed segments by %s", found)
-    return found
+    _LOG.info("backend of packed attention: %s", chosen)
+    return chosen
 
 
 @functools.cache
@@ -82,8 +83,8 @@ def _function(name: str) -> Backend:
 
 
 def _torch() -> Backend:
-    """torch 2.10 to 2.13 differ in how they are asked for the causal rule, the scale, and key heads
-    that are shared."""
+    # torch 2.10 to 2.13 differ in the arguments for the causal mask, the scale and shared key
+    # heads.
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = (
         {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
@@ -104,7 +105,7 @@ def _flash_attention(module: str) -> Backend:
     varlen = importlib.import_module(module).flash_attn_varlen_func
 
     def function(query, key, value, segments: Segments, scale: float) -> torch.Tensor:
-        found = varlen(
+        result = varlen(
             query,
             key,
             value,
@@ -113,7 +114,7 @@ def _flash_attention(module: str) -> Backend:
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return found[0] if isinstance(found, tuple) else found
+        return result[0] if isinstance(result, tuple) else result
 
     return function
 
@@ -133,7 +134,7 @@ def _transformer_engine() -> Backend:
         )
 
     def function(query, key, value, segments: Segments, scale: float) -> torch.Tensor:
-        found = module(query.shape[1], key.shape[1], query.shape[2], scale)(
+        result = module(query.shape[1], key.shape[1], query.shape[2], scale)(
             query,
             key,
             value,
@@ -144,7 +145,7 @@ def _transformer_engine() -> Backend:
             max_seqlen_kv=segments.longest_key,
             attn_mask_type="padding_causal_bottom_right",
         )
-        return found.view(query.shape)
+        return result.view(query.shape)
 
     return function
 
@@ -158,5 +159,4 @@ BACKENDS: dict[str, tuple[str, Callable[[], Backend]]] = {
     "flash_attention_2": ("flash_attn", functools.partial(_flash_attention, "flash_attn")),
     "torch": ("torch", _torch),
 }
-"""Name → the package it needs, what makes its function. The first whose package is there is
-taken."""
+"""Name → (required package, factory of the function), in the order of preference."""

@@ -1,18 +1,19 @@
-"""From hidden states to the log-probs of given tokens and the entropy of the policy, over a
-vocabulary split across ranks.
+"""`log_probs_and_entropy`: log-probs of given tokens and the policy's entropy, from hidden states.
 
 For one row with logits z over the vocabulary V, at sampling temperature τ:
 
     p_v = exp(z_v / τ) / Σ_u exp(z_u / τ),   ℓ = log p_target,   H = - Σ_v p_v log p_v
 
-in float32 from logits in the weights' dtype, each tensor parallel rank holding V / TP columns.
-Where TP does not divide the vocabulary the weight is padded (`bridge.pad_vocabulary`); padding rows
-are left out before they come here, so the last ranks have fewer columns, or none, and padding never
-gets probability or gradient. Rows are taken `CHUNK_ELEMENTS / V` at a time. A chunk's logits are
-read once (their largest, Σ exp, Σ exp · z and the target's come out) and dropped; the backward pass
-makes them again and overwrites them with their own gradient. So [rows, V] is never alive as a
-whole, nor a float32 copy of a chunk. The weight's gradient is summed over chunks in float32. A
-logit of -inf is a token of probability 0: it adds nothing to the entropy and has no gradient.
+in float32 from logits in the weights' dtype. Each tensor parallel rank holds V / TP columns. If TP
+does not divide the vocabulary, the weight is padded (`bridge.pad_vocabulary`). The caller removes
+the padding rows, so the last ranks have fewer columns, or none, and padding never gets probability
+or gradient.
+
+Rows are processed `CHUNK_ELEMENTS / V` at a time. The forward pass reads a chunk's logits once (for
+the maximum, Σ exp, Σ exp · z and the target's logit) and drops them. The backward pass computes
+them again and overwrites them with their gradient. So neither [rows, V] nor a float32 copy of a
+chunk exists in memory. The weight's gradient is summed over chunks in float32. A logit of -inf is a
+token of probability 0: it adds nothing to the entropy and has no gradient.
 
 Legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -33,13 +34,11 @@ if platform.CUDA_FOUND:
 else:
     kernels: Any = None
 
+# Logits in memory at once on one rank: 1 GiB in bfloat16.
 CHUNK_ELEMENTS = 2**29
-"""Logits alive at once on one rank: 1 GiB in bfloat16."""
-_LOWEST = -1.0e30
-"""The largest of no logits. Not -inf: it is multiplied by a sum of 0."""
-LEAST = -1.0e30
-"""Taken for the largest logit where all columns of a rank are masked: -inf - -inf would be NaN. The
-same as in `kernels`."""
+# Lower bound of a rank's largest logit, also if all columns are masked or the rank has none. With
+# -inf, -inf - -inf and 0 × -inf would be NaN. `kernels` has the same number.
+LOWEST_LOGIT = -1.0e30
 
 
 def log_probs_and_entropy(
@@ -52,17 +51,18 @@ def log_probs_and_entropy(
     entropy_gradient: bool,
     first: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each row's target, and the entropy of each row's distribution.
+    """Return the log-prob of each row's target and the entropy of each row's distribution.
 
-    Shapes: hidden [n, H]; weight [V, H]; targets [n] int64; returns [n] and [n], float32. The
-    gradient goes to hidden and weight; through the entropy only if asked for. `first`: the token of
-    this rank's first column; None: all ranks have V columns.
+    `entropy_gradient`: let gradients flow through the entropy too. `first`: the token of this
+    rank's first column; None: all ranks have V columns.
+
+    Shapes: hidden [n, H]; weight [V, H]; targets [n] int64; returns [n] and [n], float32.
     """
     start = group.rank() * weight.shape[0] if first is None else first
-    found: Any = _LogProbs.apply(
+    result: Any = _LogProbs.apply(
         hidden, weight, targets, temperature, group, entropy_gradient, start
     )
-    return found
+    return result
 
 
 class _LogProbs(torch.autograd.Function):
@@ -73,17 +73,20 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, group, entropy_gradient, first):
-        local = _local(targets, weight.shape[0], first)
-        found = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        local = _local_columns(targets, weight.shape[0], first)
+        statistics = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden, weight):
-            found[:, rows] = _statistics(linear(hidden[rows], weight), local[rows], temperature)
-        top, total, weighted, target = found
-        highest = _reduced(top.clone(), group, ReduceOp.MAX)
-        shrink = (top - highest).exp()
-        apart = top - highest
-        here = torch.where(local >= 0, target - highest, 0.0)
-        sums = torch.stack([shrink * total, shrink * (weighted + total * apart), here])
-        total, weighted, target = _reduced(sums, group, ReduceOp.SUM)
+            statistics[:, rows] = _statistics(
+                linear(hidden[rows], weight), local[rows], temperature
+            )
+        top, total, weighted, target = statistics
+        highest = _all_reduced(top.clone(), group, ReduceOp.MAX)
+        # Rescale this rank's sums from its own maximum to the maximum over all ranks.
+        difference = top - highest
+        shrink = difference.exp()
+        local_target = torch.where(local >= 0, target - highest, 0.0)
+        sums = torch.stack([shrink * total, shrink * (weighted + total * difference), local_target])
+        total, weighted, target = _all_reduced(sums, group, ReduceOp.SUM)
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, local, highest + total.log(), entropy)
         ctx.temperature = temperature
@@ -99,7 +102,7 @@ class _LogProbs(torch.autograd.Function):
         of_log_probs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         of_entropy = grads[1] if ctx.entropy_gradient else None
         of_hidden = torch.empty_like(hidden)
-        of_weight = _Sum(weight)
+        of_weight = _GradientSum(weight)
         for rows in _chunks(hidden, weight):
             grad = _gradient_(
                 linear(hidden[rows], weight),
@@ -116,15 +119,15 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    """Equal parts of the rows, each of at most CHUNK_ELEMENTS logits."""
+    """Return equal slices of the rows, each of at most CHUNK_ELEMENTS logits."""
     rows = len(hidden)
     most = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
     size = -(-rows // -(-rows // most)) if rows else 1
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-class _Sum:
-    """Σ gradᵀ hidden over chunks, in float32: [V, H]."""
+class _GradientSum:
+    """The sum of gradᵀ hidden over chunks, in float32: [V, H]."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -139,7 +142,7 @@ class _Sum:
             self._total.addmm_(grad.t().float(), hidden.float())
 
     def _add_wide(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-        """16-bit factors, products summed in float32 by the matrix unit and stored as they are."""
+        """Multiply in 16 bit. The matrix unit sums in float32 and stores float32."""
         if self._total is None:
             self._total = torch.ops.aten.mm.dtype(grad, hidden, torch.float32)
         else:
@@ -148,7 +151,7 @@ class _Sum:
             )
 
     def value(self) -> torch.Tensor:
-        """In the weight's dtype."""
+        """Return the sum in the weight's dtype."""
         return (
             torch.zeros_like(self._weight)
             if self._total is None
@@ -157,27 +160,30 @@ class _Sum:
 
 
 def _statistics(logits: torch.Tensor, local: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[4, n] float32 of z = logits / temperature, over this rank's columns: the largest, Σ exp(z -
-    largest), Σ exp(z - largest) (z - largest), and the target's (0 where it is another rank's)."""
+    """Return [4, n] float32 statistics of z = logits / temperature over this rank's columns.
+
+    The maximum, Σ exp(z - maximum), Σ exp(z - maximum) (z - maximum), and the target's z (0 if the
+    target is on another rank).
+    """
     if logits.shape[1] == 0:
-        found = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
-        found[0] = _LOWEST
-        return found
+        result = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
+        result[0] = LOWEST_LOGIT
+        return result
     if kernels is not None:
         return kernels.statistics(logits, local, temperature)
     scaled = logits.float() / temperature
-    top = scaled.amax(-1).clamp_min(LEAST)
+    top = scaled.amax(-1).clamp_min(LOWEST_LOGIT)
     target = torch.where(local >= 0, scaled.gather(1, local.clamp_min(0)[:, None])[:, 0], 0.0)
     below = scaled - top[:, None]
     mass = below.exp()
-    below.masked_fill_(mass == 0, 0.0)  # 0 × -inf of a masked token would be NaN
+    below.masked_fill_(mass == 0, 0.0)  # 0 × -inf of a masked token would be NaN.
     return torch.stack([top, mass.sum(-1), (mass * below).sum(-1), target])
 
 
 def _gradient_(
     logits, local, log_totals, entropies, of_log_probs, of_entropies, temperature: float
 ) -> torch.Tensor:
-    """The gradient at logits [n, V], which it may overwrite; everything else is [n]."""
+    """Return the gradient at logits [n, V] and possibly overwrite them. Other arguments are [n]."""
     if logits.shape[1] == 0:
         return logits
     if kernels is not None:
@@ -196,13 +202,13 @@ def _gradient_(
     return (grad / temperature).to(logits.dtype)
 
 
-def _local(targets: torch.Tensor, columns: int, first: int) -> torch.Tensor:
-    """Each target's column on this rank; -1 where it is another's."""
+def _local_columns(targets: torch.Tensor, columns: int, first: int) -> torch.Tensor:
+    """Return each target's column on this rank; -1 if it is on another rank."""
     local = targets - first
     return torch.where((local >= 0) & (local < columns), local, -1)
 
 
-def _reduced(value: torch.Tensor, group: Any, operation: Any) -> torch.Tensor:
+def _all_reduced(value: torch.Tensor, group: Any, operation: Any) -> torch.Tensor:
     if group.size() > 1:
         all_reduce(value, op=operation, group=group)
     return value

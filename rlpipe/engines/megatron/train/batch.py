@@ -1,13 +1,13 @@
-"""A packed micro-batch on this rank's device: tokens, segments, and the rows whose next token
-counts.
+"""`pack`: a packed micro-batch on this rank's device.
 
-Samples stand one after another. A segment is padded only as far as parallelism asks: to a multiple
-of 2 × CP with context parallelism, and the last one so that sequence parallel ranks get equal
-parts. Response token j of a sample with p prompt tokens is predicted by position p + j - 1; only
-such rows ever become logits. With context parallelism a rank holds chunks r and 2c-1-r of every
-segment, and the rows that fall into them.
+The segments of the samples follow each other. A segment is padded only as far as parallelism
+needs: to a multiple of 2 × CP with context parallelism, and the last one so that sequence parallel
+ranks get equal parts. Response token j of a sample with p prompt tokens is predicted at position
+p + j - 1; only such rows become logits. With context parallelism, rank r of c holds chunks r and
+2c-1-r of every segment, and the rows in them. `rlpipe.batch.packing` decides which samples share a
+micro-batch.
 
-Not here: which samples belong together (`rlpipe.batch.packing`).
+Legend: S tokens and R response tokens of the batch, L local packed tokens, n rows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlpipe.batch.packing import BatchColumns, gather_index
+from rlpipe.batch.columns import BatchColumns, gather_index
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.model.attention import PackedLayout, packed_layout
 
 
 @dataclass(slots=True, frozen=True)
 class Slice:
-    """What of a packed sequence is this rank's: its place among context parallel ranks, and
-    sequence parallel parts."""
+    """The part of a packed sequence that a rank holds."""
 
     cp_size: int = 1
     cp_rank: int = 0
@@ -36,8 +35,7 @@ class Slice:
 
 @dataclass(slots=True, frozen=True)
 class MicroBatch:
-    """L local tokens of which n rows predict a response token of the batch. All tensors on the
-    device."""
+    """L local tokens; n of them predict a response token. All tensors are on the device."""
 
     tokens: torch.Tensor
     """[1, L] int64."""
@@ -45,22 +43,23 @@ class MicroBatch:
     """[1, L] int64, within the segment."""
     layout: PackedLayout
     rows: torch.Tensor
-    """[n] int64, into L (into all sequence parallel ranks' tokens)."""
+    """[n] int64, index into L (into the tokens of all sequence parallel ranks)."""
     targets: torch.Tensor
-    """[n] int64, the token that follows each row."""
+    """[n] int64, the token after each row."""
     response_index: np.ndarray
-    """[n] int64: each row's response token among all of the batch's [R]."""
+    """[n] int64: index of each row's response token into the batch's [R]."""
     sources: np.ndarray
-    """[L] int64: each local token among all of the batch's [S]; -1 is padding."""
+    """[L] int64: index of each local token into the batch's [S]; -1 is padding."""
     samples: np.ndarray
-    """[k] int64: the samples, as they stand one after another."""
+    """[k] int64: the samples in the order of their segments."""
 
     def column(self, values: np.ndarray) -> torch.Tensor:
-        """[n] of a flat [R] column, on the device."""
+        """Return the rows' values [n] of a flat [R] column, on the device."""
         return platform.to_device(torch.from_numpy(values[self.response_index]), self.tokens.device)
 
     @property
     def length(self) -> int:
+        """L."""
         return self.tokens.shape[1]
 
 
@@ -70,27 +69,27 @@ def pack(
     part: Slice,
     *,
     only_masked_in: bool,
-    pad_apart: bool = False,
+    separate_padding: bool = False,
 ) -> MicroBatch:
-    """The micro-batch of those samples; an empty one holds a single segment of padding and no rows.
+    """Return the micro-batch of these samples.
 
-    `only_masked_in`: rows of tokens with loss mask 0 are left out. `pad_apart`: padding for
-    sequence parallel ranks is a segment of its own, and each sample's length in the pack follows
-    from its tokens alone.
+    A micro-batch without samples has one segment of padding and no rows. `only_masked_in`: leave
+    out the rows of tokens with loss mask 0. `separate_padding`: put the padding for sequence
+    parallel ranks in its own segment, so that each sample's segment depends on its tokens alone.
     """
     chosen = np.asarray(samples, np.int64)
     lengths = batch.lengths[chosen] if len(chosen) else np.ones(1, np.int64)
-    padded = _padded(lengths, part, pad_apart)
+    padded = _padded_lengths(lengths, part, separate_padding)
     starts = (np.cumsum(padded) - padded)[: len(lengths)]
     tokens = np.zeros(padded.sum(), np.int64)
     positions = np.arange(padded.sum()) - np.repeat(np.cumsum(padded) - padded, padded)
     sources = gather_index(batch.offsets, chosen)
     source_of = np.full(len(tokens), -1)
     if len(chosen):
-        source_of[_spread(starts, lengths)] = sources
+        source_of[_ranges(starts, lengths)] = sources
         tokens[source_of >= 0] = batch.tokens[sources]
     rows = (
-        _spread(starts + batch.prompt_lengths[chosen] - 1, batch.response_lengths[chosen])
+        _ranges(starts + batch.prompt_lengths[chosen] - 1, batch.response_lengths[chosen])
         if len(chosen)
         else sources
     )
@@ -99,45 +98,47 @@ def pack(
     rows = rows[keep]
     responses = responses[keep]
     targets = tokens[rows + 1] if len(rows) else rows
-    mine, local = _zigzag(padded, part)
-    here = np.isin(rows, mine) if part.cp_size > 1 else np.ones(len(rows), bool)
+    local, local_of = _zigzag(padded, part)
+    is_local = np.isin(rows, local) if part.cp_size > 1 else np.ones(len(rows), bool)
     device = platform.device()
-    moved = (tokens[mine], positions[mine], local[rows[here]], targets[here])
-    mine_on_device, places, my_rows, my_targets = (
-        platform.to_device(torch.from_numpy(array), device) for array in moved
+    local_tokens, local_positions, local_rows, local_targets = (
+        platform.to_device(torch.from_numpy(array), device)
+        for array in (tokens[local], positions[local], local_of[rows[is_local]], targets[is_local])
     )
     return MicroBatch(
-        tokens=mine_on_device[None],
-        positions=places[None],
-        layout=packed_layout(padded, part.cp_size, part.cp_rank, device, places),
-        rows=my_rows,
-        targets=my_targets,
-        response_index=responses[here],
-        sources=source_of[mine],
+        tokens=local_tokens[None],
+        positions=local_positions[None],
+        layout=packed_layout(padded, part.cp_size, part.cp_rank, device, local_positions),
+        rows=local_rows,
+        targets=local_targets,
+        response_index=responses[is_local],
+        sources=source_of[local],
         samples=chosen,
     )
 
 
-def _padded(lengths: np.ndarray, part: Slice, apart: bool) -> np.ndarray:
+def _padded_lengths(lengths: np.ndarray, part: Slice, separate_padding: bool) -> np.ndarray:
     multiple = 2 * part.cp_size if part.cp_size > 1 else 1
     padded = -(-lengths // multiple) * multiple
     whole = math.lcm(multiple, part.cp_size * part.sequence_parts)
     missing = -int(padded.sum()) % whole
-    if apart and missing:
+    if separate_padding and missing:
         return np.append(padded, missing)
     padded[-1] += missing
     return padded
 
 
-def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of every segment, one after another."""
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return start, start + 1, ... of every segment, concatenated."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
 
 
 def _zigzag(padded: np.ndarray, part: Slice) -> tuple[np.ndarray, np.ndarray]:
-    """Global positions of this rank's tokens in local order, and for every global position its
-    local one (-1: elsewhere)."""
+    """Return the global positions of this rank's tokens, and the local position of every token.
+
+    The local position is -1 for tokens of other ranks.
+    """
     total = int(padded.sum())
     if part.cp_size == 1:
         return np.arange(total), np.arange(total)

@@ -1,15 +1,12 @@
-"""PPO's critic on this rank: the same decoder with a value head, an optimizer and a schedule of its
-own.
+"""`Critic`: PPO's value model on this rank, with its own optimizer and schedule.
 
-    made → first weights (`begin`) → values of a batch → optimizer steps over the same packing plan
-    as the policy's
+    construct → `load_initial_weights` → `values` → `train` over the policy's packing plan
 
-The value of response token j of a sample with p prompt tokens is read at position p + j - 1, where
-the policy reads the token's log-prob: it is that of the state before the token. Values are not
-divided by the sampling temperature.
-
-Not here: advantages and returns (`algorithms.values`), saving (`checkpoint`), whose ranks it lives
-in (`engine`: the policy's; `critic_engine`: its own).
+The critic is the policy's decoder with a value head. The value of response token j of a sample with
+p prompt tokens is read at position p + j - 1, where the policy reads the token's log-prob. It is
+the value of the state before the token. Values are not divided by the sampling temperature. The
+critic lives in the policy's ranks (`engine`) or in its own (`critic_engine`). Advantages and
+returns are in `rlpipe.algorithms.values`.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from safetensors import safe_open
 import rlpipe.engines.megatron.platform  # noqa: F401
 from rlpipe.algorithms.reduction import token_weights
 from rlpipe.algorithms.values import value_loss
-from rlpipe.batch.packing import BatchColumns, PackingPlan, gather_index
+from rlpipe.batch.columns import BatchColumns, gather_index
+from rlpipe.batch.packing import PackingPlan
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.errors import ConfigError, DataError, TrainerError
 
 # isort: split
@@ -35,21 +32,21 @@ from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.bridges.bridge import load_weights
 from rlpipe.engines.megatron.checkpoint.checkpoint import load_decoder
-from rlpipe.engines.megatron.checkpoint.state import fill_adam, weights
-from rlpipe.engines.megatron.model.build import Trained, build
+from rlpipe.engines.megatron.checkpoint.state import initialize_adam_state, named_weights
+from rlpipe.engines.megatron.model.build import TrainedModel, build
 from rlpipe.engines.megatron.model.layers import ValueHead, ValueModel
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
-from rlpipe.engines.megatron.train.passes import run_value_passes, this_slice
-from rlpipe.engines.megatron.train.score import spread_micro_batches, whole_column
-from rlpipe.engines.megatron.train.update import summed, update
+from rlpipe.engines.megatron.train.optimizer_step import summed_metrics, update
+from rlpipe.engines.megatron.train.passes import packing_slice, run_value_passes
+from rlpipe.engines.megatron.train.score import assembled_column, local_micro_batches
 
 METRICS = ("value_loss", "value_clipfrac")
 HEAD = "score"
-"""Name of a value head in Hugging Face directories of sequence and token classification."""
+"""Name of the head in Hugging Face directories of sequence and token classification."""
 
 
 class Critic:
-    """One rank's part. Every method is collective."""
+    """One rank of the critic. Every method is collective."""
 
     def __init__(
         self,
@@ -61,25 +58,26 @@ class Critic:
         *,
         deterministic: bool,
     ) -> None:
-        """Build it without weights; process groups must exist. `optimizer_steps`: how long its
-        schedule is."""
+        """Build the critic with undefined weights. Process groups must be open.
+
+        `optimizer_steps`: length of the schedule.
+        """
         self._config = config
         self._loss_config = train.loss
         self._policy_dir = policy_dir
-        own = train.model_copy(update={"optimizer": config.optimizer_beside(train.optimizer)})
+        own = train.model_copy(update={"optimizer": config.resolved_optimizer(train.optimizer)})
         source = config.hf_checkpoint or policy_dir
-        self.trained: Trained = build(
+        self.trained: TrainedModel = build(
             source, model, own, optimizer_steps, deterministic=deterministic, kind=ValueModel
         )
-        fill_adam(self.trained.optimizer)
+        initialize_adam_state(self.trained.optimizer)
 
     @torch.no_grad()
-    def begin(self, policy: Trained | Path | None) -> None:
-        """Take the first weights: of the configured directory, or else the policy's, with a value
-        head of 0.
+    def load_initial_weights(self, policy: TrainedModel | Path | None) -> None:
+        """Load the configured directory, or else the policy's weights with a value head of 0.
 
-        `policy`: the one in these ranks, as it is; or where a checkpoint of it is; None: in its
-        Hugging Face directory.
+        `policy`: the policy in these ranks, a directory of its checkpoints, or None for its Hugging
+        Face directory.
         """
         own = self._config.hf_checkpoint
         if own or policy is None:
@@ -87,37 +85,36 @@ class Critic:
         elif isinstance(policy, Path):
             load_decoder(self.trained, policy)
         else:
-            self._copy(policy)
+            self._copy_decoder(policy)
         self._load_head(own)
         self.trained.optimizer.reload_model_params()
 
     def values(self, batch: BatchColumns, *, max_tokens: int) -> np.ndarray:
-        """[R] float32: the value before every response token, the same on every rank.
+        """Return the value before every response token: [R] float32, equal on every rank.
 
         `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks.
         """
-        mine = spread_micro_batches(batch, max_tokens)
-        part = this_slice(self.trained)
+        micro_batches = local_micro_batches(batch, max_tokens)
+        part = packing_slice(self.trained)
         self.trained.ddp.eval()
-        kept = run_value_passes(
+        outputs = run_value_passes(
             self.trained,
-            (pack(batch, samples, part, only_masked_in=False) for samples in mine),
+            (pack(batch, samples, part, only_masked_in=False) for samples in micro_batches),
             lambda micro, values: (values.sum(), (micro.response_index, values)),
-            num_micro_batches=len(mine),
+            num_micro_batches=len(micro_batches),
             forward_only=True,
         )
-        return whole_column(kept, batch.num_response_tokens)
+        return assembled_column(outputs, batch.num_response_tokens)
 
     def train(self, batch: BatchColumns, packing: PackingPlan) -> list[dict[str, float]]:
-        """Take the plan's optimizer steps; of each, value_loss, value_clipfrac, critic_grad_norm
-        and critic_lr.
+        """Take the plan's optimizer steps and return the metrics of each.
 
-        Raises: DataError if the batch has no values and returns; TrainerError if a loss or gradient
-        is not finite.
+        The metrics: value_loss, value_clipfrac, critic_grad_norm, critic_lr. Raises: DataError if
+        the batch has no values or returns; TrainerError if a loss or gradient is not finite.
         """
         if batch.values is None or batch.returns is None:
             raise DataError(
-                "the batch lacks what the critic learns",
+                "the batch lacks a column of the value loss",
                 where="train/batch",
                 found=f"no {'values' if batch.values is None else 'returns'}",
                 do="estimate advantages with a critic: advantage.advantage_estimator: ppo",
@@ -130,19 +127,19 @@ class Critic:
 
     def _step(self, batch: BatchColumns, step, where: str) -> dict[str, float]:
         trained = self.trained
-        part = this_slice(self.trained)
-        mine = step[parallel_state.get_data_parallel_rank()]
-        weights = self._weights(batch, step)
+        part = packing_slice(trained)
+        micro_batches = step[parallel_state.get_data_parallel_rank()]
+        weights = self._step_weights(batch, step)
         trained.ddp.zero_grad_buffer()
         trained.optimizer.zero_grad()
-        kept = run_value_passes(
+        outputs = run_value_passes(
             trained,
-            (pack(batch, indices, part, only_masked_in=True) for indices in mine),
+            (pack(batch, indices, part, only_masked_in=True) for indices in micro_batches),
             lambda micro, values: self._loss(batch, weights, micro, values),
-            num_micro_batches=len(mine),
+            num_micro_batches=len(micro_batches),
             forward_only=False,
         )
-        metrics = summed(kept, METRICS)
+        metrics = summed_metrics(outputs, METRICS)
         if not math.isfinite(metrics["value_loss"]):
             raise TrainerError(
                 "the value loss is not finite",
@@ -152,9 +149,11 @@ class Critic:
             )
         return metrics | {f"critic_{name}": value for name, value in update(trained, where).items()}
 
-    def _weights(self, batch: BatchColumns, step) -> np.ndarray:
-        """[R]: of this step's tokens, aggregated as the policy's loss is, without corrections of
-        it; 0 elsewhere."""
+    def _step_weights(self, batch: BatchColumns, step) -> np.ndarray:
+        """Return the weight [R] of every token in this step, 0 for other steps' tokens.
+
+        The weights aggregate like the policy's loss, without its off-policy corrections.
+        """
         samples = np.sort(np.array([i for rank in step for micro in rank for i in micro], np.int64))
         index = gather_index(batch.response_offsets, samples)
         weights = np.zeros(batch.num_response_tokens, np.float32)
@@ -170,7 +169,7 @@ class Critic:
     def _loss(
         self, batch: BatchColumns, weights: np.ndarray, micro: MicroBatch, values: torch.Tensor
     ):
-        """The micro-batch's part of the loss, and its part of METRICS."""
+        """Return the micro-batch's part of the loss and of METRICS."""
         assert batch.values is not None and batch.returns is not None
         weight = micro.column(weights)
         loss = value_loss(
@@ -182,24 +181,26 @@ class Critic:
         total = self._config.value_loss_coef * (weight * loss.loss).sum()
         return total, torch.stack([total.detach(), (weight * loss.clipped).sum()])
 
-    def _copy(self, policy: Trained) -> None:
-        theirs = dict(weights(policy.model))
-        for name, tensor in weights(self.trained.model):
+    def _copy_decoder(self, policy: TrainedModel) -> None:
+        policy_weights = dict(named_weights(policy.model))
+        for name, tensor in named_weights(self.trained.model):
             if not name.startswith("output_layer."):
-                tensor.copy_(theirs[name])
+                tensor.copy_(policy_weights[name])
 
     def _load_head(self, directory: str | None) -> None:
-        """The value head of a reward model, where this rank has the last stage; 0 where the
-        directory has none."""
+        """Load the value head of a reward model on the last pipeline stage.
+
+        The head is 0 if the directory has none.
+        """
         head = getattr(self.trained.model, "output_layer", None)
         if not isinstance(head, ValueHead):
             return
-        found = _tensors(directory, f"{HEAD}.") if directory else {}
+        stored = _tensors(directory, f"{HEAD}.") if directory else {}
         for name, parameter in head.named_parameters():
-            value = found.get(name)
+            value = stored.get(name)
             if value is not None and value.shape != parameter.shape:
                 raise ConfigError(
-                    "this model has no head of one value",
+                    "this model's head does not have exactly one output",
                     where="critic.hf_checkpoint",
                     found=f"{HEAD}.{name} {list(value.shape)} in {directory}",
                     expected=list(parameter.shape),
@@ -208,10 +209,10 @@ class Critic:
 
 
 def _tensors(directory: str, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of a directory's safetensors whose names begin so, without the prefix."""
-    found: dict[str, torch.Tensor] = {}
+    """Return a directory's tensors with this prefix, by name without the prefix."""
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = [name for name in list(file.keys()) if name.startswith(prefix)]
-            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    return found
+            tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    return tensors

@@ -1,13 +1,12 @@
-"""`CriticEngine`: one rank of a critic that has ranks of its own, as the trainer actor holds it.
+"""`CriticEngine`: one rank of a critic that has its own ranks, as the trainer actor holds it.
 
-A world of its own beside the policy's, in its own parallel layout. Both get the same calls in the
-same order and join where one needs the other (`meeting`): after `values`, and wherever a state is
-made, whose digest and metrics are those of both.
+The critic's ranks are a separate world with their own parallel layout. Policy and critic get the
+same calls in the same order. They exchange (`critic_exchange`) the values, and the digest and
+metrics of every new state.
 
-    made → `load_hf` or `load_checkpoint` → any of values, train, save → `close`          as `MegatronEngine`
+    construct → `load_hf` or `load_checkpoint` → any of values, train, save → `close`
 
-Not here: the mathematics (`critic`); hooks but the first, reference and teacher, which are the
-policy's.
+Of the user's hooks only the first one runs here. The mathematics is in `critic`.
 """
 
 from __future__ import annotations
@@ -18,25 +17,28 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.batch.packing import BatchColumns, PackingPlan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.arguments import give_arguments
+from rlpipe.config.train import CriticConfig, TrainConfig
+from rlpipe.engines.megatron.arguments import set_global_arguments
 from rlpipe.engines.megatron.checkpoint import checkpoint
 from rlpipe.engines.megatron.checkpoint.state import state_digest
-from rlpipe.engines.megatron.engine import TrainResult, agreed, room_of_both
-from rlpipe.engines.megatron.meeting import Meeting, MeetingPlace
-from rlpipe.engines.megatron.member import Member
-from rlpipe.engines.megatron.model.build import drop
+from rlpipe.engines.megatron.critic_exchange import CriticExchange, ExchangeAddress
+from rlpipe.engines.megatron.engine import TrainResult, combined_disk_space, combined_result
+from rlpipe.engines.megatron.model.build import release_models
+from rlpipe.engines.megatron.process_groups import MegatronRank
 from rlpipe.engines.megatron.train.critic import Critic
 from rlpipe.errors import TrainerError
 
 
-class CriticEngine(Member):
-    """One rank. All methods are collective over the critic's ranks, and those that say so over the
-    policy's too."""
+class CriticEngine(MegatronRank):
+    """One rank of the critic.
+
+    All methods are collective over the critic's ranks. Those that exchange are also collective over
+    the policy's ranks: `values`, `train`, `state_digest`, `save_checkpoint` and `require_room`.
+    """
 
     def __init__(
         self,
@@ -49,30 +51,38 @@ class CriticEngine(Member):
         rank: int,
         world_size: int,
         master: tuple[str, int],
-        meeting: MeetingPlace,
+        critic_exchange: ExchangeAddress,
         threads: int,
         deterministic: bool = False,
         hooks: MegatronHooks | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Join the critic's other ranks at `master` and the policy's at `meeting`; no weights yet.
-        Arguments as `MegatronEngine`.
+        """Join the critic's other ranks at `master` and the policy's ranks at `critic_exchange`.
 
-        `train`: the policy's settings, which are the critic's where it has none of its own.
-        Raises: ConfigError for a configuration or model directory that cannot be trained.
+        The weights are undefined until they are loaded. `train`: the policy's settings; the critic
+        uses them where it has no setting. Other arguments as `MegatronEngine`. Raises: ConfigError
+        for a configuration or model directory that cannot be trained.
         """
         own = train.model_copy(update={"parallel": config.parallel or train.parallel})
-        place = {"rank": rank, "world_size": world_size, "master": master, "timeout_s": timeout_s}
         self._join(
-            own, where="critic.parallel", threads=threads, deterministic=deterministic, **place
+            own,
+            where="critic.parallel",
+            rank=rank,
+            world_size=world_size,
+            master=master,
+            threads=threads,
+            deterministic=deterministic,
+            timeout_s=timeout_s,
         )
         try:
-            give_arguments(train)
+            set_global_arguments(train)
             (hooks or MegatronHooks(TrainConfig())).init()
             critic = Critic(
                 config, policy_dir, model, own, optimizer_steps, deterministic=deterministic
             )
-            self._meeting: Meeting | None = Meeting(meeting, place=meeting.policy_ranks + rank)
+            self._exchange: CriticExchange | None = CriticExchange(
+                critic_exchange, exchange_rank=critic_exchange.policy_ranks + rank
+            )
         except BaseException:
             self._leave()
             raise
@@ -80,48 +90,51 @@ class CriticEngine(Member):
 
     @property
     def critic(self) -> Critic:
-        """Raises: TrainerError after `close`."""
+        """The critic. Raises: TrainerError after `close`."""
         return self._open()[0]
 
     def load_hf(self) -> None:
-        """Take the first weights; optimizer state stays."""
-        self.critic.begin(None)
+        """Load the initial weights. The optimizer state stays."""
+        self.critic.load_initial_weights(None)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> int:
-        """Restore the critic of `directory`/iter_*, with or without ranks of its own there; returns
-        the iteration.
+        """Restore the critic of `directory`/iter_* and return the iteration of the checkpoint.
 
-        One that is not in it takes its first weights, if need be from the policy that is. Raises:
+        The critic may have been saved in the policy's ranks or in its own. A critic that is not in
+        the checkpoint loads its initial weights, if necessary from the checkpoint's policy. Raises:
         TrainerError if there is no checkpoint.
         """
         loaded = checkpoint.load_critic(self.critic.trained, directory, weights_only=weights_only)
         if not loaded.critic:
-            self.critic.begin(Path(directory))
+            self.critic.load_initial_weights(Path(directory))
         return loaded.iteration
 
     def save_checkpoint(self, directory: str | Path, iteration: int) -> Path:
-        """Write `directory`/critic/iter_%07d; returns the folder. Every rank of the critic writes
-        its part, and the policy is saved at the same time."""
-        critic, meeting = self._open()
-        together = partial(room_of_both, meeting)
+        """Write `directory`/critic/iter_%07d and return the folder.
+
+        Every rank of the critic writes its part. The policy must save at the same time.
+        """
+        critic, exchange = self._open()
+        combine = partial(combined_disk_space, exchange)
         return checkpoint.save(
-            critic.trained, Path(directory) / checkpoint.CRITIC, iteration, together=together
+            critic.trained, Path(directory) / checkpoint.CRITIC, iteration, combine=combine
         )
 
     def require_room(self, directory: str | Path) -> None:
-        """As the policy's, which asks at the same time. Raises: StoreFull."""
-        critic, meeting = self._open()
-        checkpoint.require_room([critic.trained], Path(directory), partial(room_of_both, meeting))
+        """Require disk space for one checkpoint, together with the policy. Raises: StoreFull."""
+        critic, exchange = self._open()
+        checkpoint.require_disk_space(
+            [critic.trained], Path(directory), partial(combined_disk_space, exchange)
+        )
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
-        """[R] float32: the value before every response token (masked or not). Collective over the
-        policy's ranks too.
+        """Return the value before every response token (masked or not): [R] float32.
 
         `max_tokens`: packed tokens of a micro-batch; None: `self.max_tokens`.
         """
-        critic, meeting = self._open()
-        found = critic.values(batch, max_tokens=max_tokens or self.max_tokens)
-        return meeting.values(found, batch.num_response_tokens)
+        critic, exchange = self._open()
+        values = critic.values(batch, max_tokens=max_tokens or self.max_tokens)
+        return exchange.values(values, batch.num_response_tokens)
 
     def train(
         self,
@@ -132,31 +145,32 @@ class CriticEngine(Member):
         critic_only: bool = False,
         hook_args: Any = None,
     ) -> TrainResult:
-        """Take the plan's optimizer steps, while the policy takes its own: the result of both.
-        Collective over all of them.
+        """Take the plan's optimizer steps and return the combined result of policy and critic.
 
         Raises: DataError for a batch without values and returns or a plan of another batch;
         TrainerError if a loss or gradient is not finite.
         """
-        critic, meeting = self._open()
+        critic, exchange = self._open()
         plan.check(len(batch), self._data_parallel)
         steps = critic.train(batch, plan)
-        return agreed(meeting, state_digest(critic.trained), steps)
+        return combined_result(exchange, state_digest(critic.trained), steps)
 
     def state_digest(self) -> str:
-        """That of policy and critic together. Collective over all of them."""
-        critic, meeting = self._open()
-        return agreed(meeting, state_digest(critic.trained), []).state_digest
+        """Return the digest of policy and critic together, equal on all ranks."""
+        critic, exchange = self._open()
+        return combined_result(exchange, state_digest(critic.trained), []).state_digest
 
     def close(self) -> None:
-        """Leave all process groups and drop the model; this process may then make another engine.
-        Twice is once."""
+        """Leave all process groups and release the model. Idempotent.
+
+        This process may make another engine afterwards.
+        """
         if self._critic is not None:
-            drop(self._critic.trained)
-            self._critic = self._meeting = None
+            release_models(self._critic.trained)
+            self._critic = self._exchange = None
             self._leave()
 
-    def _open(self) -> tuple[Critic, Meeting]:
-        if self._critic is None or self._meeting is None:
+    def _open(self) -> tuple[Critic, CriticExchange]:
+        if self._critic is None or self._exchange is None:
             raise TrainerError("this engine is closed", where="trainer/critic", do="make a new one")
-        return self._critic, self._meeting
+        return self._critic, self._exchange

@@ -1,8 +1,6 @@
-"""Optimizer steps under a custom loss in slime's shape: whole logits, and slime's batch beside
-them.
+"""`LogitsLoss`: a custom loss with slime's signature, over whole logits and slime's batch.
 
-Not here: what such a function is promised, and slime's functions for it (`algorithms.logits`); the
-other losses (`step`).
+`rlpipe.algorithms.logits` documents the arguments of such a function.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 
 from rlpipe.algorithms.logits import Share, logits_loss, shared_as
 from rlpipe.algorithms.objective import Objective
-from rlpipe.batch.packing import BatchColumns, gather_index
+from rlpipe.batch.columns import BatchColumns, gather_index
 from rlpipe.engines.megatron import platform
 from rlpipe.store.columns import hook_names
 
@@ -28,18 +26,17 @@ from rlpipe.engines.megatron.train.batch import MicroBatch
 
 @dataclass(frozen=True, eq=False)
 class LogitsLoss:
-    """A function of the user as the objective of one optimizer step's micro-batches. Make it with
-    `of_step`."""
+    """A user function as the objective of one optimizer step. Make it with `of_step`."""
 
     function: Callable[..., Any]
     args: Any
     batch: BatchColumns
     weight: np.ndarray
-    """[R]: of every response token in the step, 0 where it does not count."""
+    """[R]: weight of every response token in the step, 0 for tokens outside of the loss."""
     scale: float
-    """What the function's numbers are divided by: the step's rollouts, or its tokens."""
+    """Divisor of the function's results: the step's number of rollouts, or of tokens."""
     mask_sums: np.ndarray
-    """[N]: tokens that count in each sample's rollout."""
+    """[N]: tokens of each sample's rollout that count in the loss."""
 
     @classmethod
     def of_step(
@@ -52,8 +49,10 @@ class LogitsLoss:
         *,
         per_token: bool,
     ) -> LogitsLoss:
-        """For the step that trains these samples. `per_token`:
-        train.loss.calculate_per_token_loss."""
+        """Make the loss of the step that trains these samples.
+
+        `per_token`: train.loss.calculate_per_token_loss.
+        """
         numbers, rollout = np.unique(batch.rollouts, return_inverse=True)
         counted = np.bincount(
             np.repeat(rollout, batch.response_lengths), batch.loss_mask, minlength=len(numbers)
@@ -63,13 +62,19 @@ class LogitsLoss:
         return cls(function, args, batch, weight, scale, counted[rollout])
 
     def __call__(self, micro: MicroBatch, logits: torch.Tensor) -> Objective:
-        """The micro-batch's part of the step's objective. logits [T, V / TP] float32."""
+        """Return the micro-batch's part of the step's objective. logits [T, V / TP] float32."""
         weight = micro.column(self.weight)
 
         def sum_of_sample_mean(values: torch.Tensor) -> torch.Tensor:
             return self.scale * (weight * values).sum()
 
-        with shared_as(_share()):
+        splits_vocabulary = parallel_state.get_tensor_model_parallel_world_size() > 1
+        share = Share(
+            parallel_state.get_tensor_model_parallel_group() if splits_vocabulary else None,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        with shared_as(share):
             loss, metrics = logits_loss(
                 self.function, self.args, self._batch(micro), logits[None], sum_of_sample_mean
             )
@@ -80,7 +85,7 @@ class LogitsLoss:
         return Objective(loss / self.scale, logged)
 
     def _batch(self, micro: MicroBatch) -> dict[str, Any]:
-        """The micro-batch under slime's names."""
+        """Return the micro-batch under slime's names."""
         batch = self.batch
         samples = micro.samples
         device = micro.tokens.device
@@ -110,12 +115,3 @@ class LogitsLoss:
             "multimodal_train_inputs": None,
             **{theirs: column(getattr(batch, ours)) for ours, theirs in hook_names().items()},
         }
-
-
-def _share() -> Share:
-    shared = parallel_state.get_tensor_model_parallel_world_size() > 1
-    return Share(
-        parallel_state.get_tensor_model_parallel_group() if shared else None,
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_rank(),
-    )

@@ -1,7 +1,7 @@
-"""One pass of micro-batches through Megatron's pipeline schedule, forward only or with gradients.
+"""Passes of micro-batches through Megatron's pipeline schedule, forward only or with gradients.
 
-What is done with a micro-batch's log-probs (of a critic: values) is the caller's: `score` keeps
-them, `step` makes a loss of them.
+`run_passes` gives the caller log-probs and entropy, `run_logits_passes` whole logits, and
+`run_value_passes` a critic's values. The caller's `consume` makes a loss of them or returns them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from rlpipe.engines.megatron.model.build import Scorer, Trained
+from rlpipe.engines.megatron.model.build import ScoringModel, TrainedModel
 from rlpipe.engines.megatron.model.layers import ValueModel
 from rlpipe.engines.megatron.model.vocab import log_probs_and_entropy
 from rlpipe.engines.megatron.train.batch import MicroBatch, Slice
-from rlpipe.engines.megatron.train.routing import Around
+from rlpipe.engines.megatron.train.routing import ForwardContext
 
 Consumer = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, log-probs [n], entropy [n]) → (the loss to differentiate, a scalar; anything to
-keep)."""
+"""(micro-batch, log-probs [n], entropy [n]) → (scalar loss to differentiate, output to return)."""
 LogitsConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, logits [T, V / TP] float32 of every local token) → the same."""
+"""(micro-batch, logits [T, V / TP] float32 of every local token) → as `Consumer`."""
 ValueConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, values [n]) → the same."""
+"""(micro-batch, values [n]) → as `Consumer`."""
 
 
-def this_slice(trained: Scorer) -> Slice:
-    """What of a packed sequence this rank holds."""
-    config = trained.bridge.config
+def packing_slice(scorer: ScoringModel) -> Slice:
+    """Return the part of a packed sequence that this rank holds."""
+    config = scorer.bridge.config
     return Slice(
         cp_size=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -45,7 +44,7 @@ def this_slice(trained: Scorer) -> Slice:
 
 
 def run_passes(
-    trained: Scorer,
+    scorer: ScoringModel,
     micro_batches: Iterable[MicroBatch],
     consume: Consumer,
     *,
@@ -53,13 +52,13 @@ def run_passes(
     temperature: float,
     forward_only: bool,
     entropy_gradient: bool = False,
-    around: Around | None = None,
+    forward_context: ForwardContext | None = None,
 ) -> list[Any]:
-    """What `consume` kept of every micro-batch, on the last pipeline stage; elsewhere an empty
-    list. Collective.
+    """Return the outputs of `consume` for every micro-batch. Collective.
 
-    With gradients, they are summed over micro-batches and all data and context parallel ranks:
-    losses carry their weights. `around`: each forward pass runs within it.
+    Stages before the last return an empty list. Gradients are summed over micro-batches and all
+    data and context parallel ranks: losses carry their weights. `forward_context`: around each
+    forward pass.
     """
 
     def of_hidden_states(
@@ -67,42 +66,44 @@ def run_passes(
     ) -> tuple[torch.Tensor, Any]:
         group: Any = parallel_state.get_tensor_model_parallel_group()
         log_probs, entropy = log_probs_and_entropy(
-            trained.model.output_rows(hidden_states, micro.rows),
-            trained.model.output_weight(),
+            scorer.model.output_rows(hidden_states, micro.rows),
+            scorer.model.output_weight(),
             micro.targets,
             temperature=temperature,
             group=group,
             entropy_gradient=entropy_gradient,
-            first=trained.model.first_token,
+            first=scorer.model.first_token,
         )
         return consume(micro, log_probs, entropy)
 
     return _run(
-        trained,
+        scorer,
         micro_batches,
         of_hidden_states,
         num_micro_batches=num_micro_batches,
         forward_only=forward_only,
-        around=around,
+        forward_context=forward_context,
     )
 
 
 def run_logits_passes(
-    trained: Scorer,
+    trained: TrainedModel,
     micro_batches: Iterable[MicroBatch],
     consume: LogitsConsumer,
     *,
     num_micro_batches: int,
-    around: Around | None = None,
+    forward_context: ForwardContext | None = None,
 ) -> list[Any]:
-    """As `run_passes` with gradients, of whole logits: T × V / TP float32 in memory at once, and
-    what `consume` keeps of them."""
+    """Run `run_passes` with gradients over whole logits.
+
+    T × V / TP float32 are in memory at once, and the tensors that `consume` keeps of them.
+    """
 
     def of_hidden_states(
         micro: MicroBatch, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        every = torch.arange(micro.length, device=micro.rows.device)
-        rows = trained.model.output_rows(hidden_states, every)
+        all_rows = torch.arange(micro.length, device=micro.rows.device)
+        rows = trained.model.output_rows(hidden_states, all_rows)
         return consume(micro, trained.model.logits(rows))
 
     return _run(
@@ -111,19 +112,19 @@ def run_logits_passes(
         of_hidden_states,
         num_micro_batches=num_micro_batches,
         forward_only=False,
-        around=around,
+        forward_context=forward_context,
     )
 
 
 def run_value_passes(
-    critic: Trained,
+    critic: TrainedModel,
     micro_batches: Iterable[MicroBatch],
     consume: ValueConsumer,
     *,
     num_micro_batches: int,
     forward_only: bool,
 ) -> list[Any]:
-    """As `run_passes`, of a critic."""
+    """Run `run_passes` over a critic's values."""
     model = critic.model
     assert isinstance(model, ValueModel)
 
@@ -142,28 +143,29 @@ def run_value_passes(
 
 
 def _run(
-    trained: Scorer,
+    scorer: ScoringModel,
     micro_batches: Iterable[MicroBatch],
     of_hidden_states: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]],
     *,
     num_micro_batches: int,
     forward_only: bool,
-    around: Around | None = None,
+    forward_context: ForwardContext | None = None,
 ) -> list[Any]:
-    config = trained.bridge.config
+    config = scorer.bridge.config
     config.finalize_model_grads_func = _finalize_without_division
-    config.no_sync_func = (
-        None if forward_only else trained.ddp.no_sync
-    )  # `overlap_grad_reduce` sums at the last micro-batch
+    # With `overlap_grad_reduce` the schedule needs this to reduce at the last micro-batch only.
+    config.no_sync_func = None if forward_only else scorer.ddp.no_sync
 
     def forward_step(iterator, ddp):
         micro = next(iterator)
-        with around(micro) if around else nullcontext():
+        with forward_context(micro) if forward_context else nullcontext():
             hidden = ddp(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
 
         def loss_function(hidden_states):
-            loss, kept = of_hidden_states(micro, hidden_states)
-            return loss, torch.zeros((), dtype=torch.int, device=platform.device()), kept
+            loss, output = of_hidden_states(micro, hidden_states)
+            # The second value is Megatron's number of tokens, which `_finalize_without_division`
+            # ignores.
+            return loss, torch.zeros((), dtype=torch.int, device=platform.device()), output
 
         return hidden, loss_function
 
@@ -171,7 +173,7 @@ def _run(
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(micro_batches),
-            model=trained.ddp,
+            model=scorer.ddp,
             num_microbatches=num_micro_batches,
             seq_length=1,
             micro_batch_size=1,
@@ -180,5 +182,8 @@ def _run(
 
 
 def _finalize_without_division(models, _num_tokens, **keywords) -> None:
-    """Megatron would divide by the number of tokens; our losses are weighted already."""
+    """Finalize gradients without Megatron's division by the number of tokens.
+
+    Our losses carry their weights already.
+    """
     finalize_model_grads(models, None, **keywords)

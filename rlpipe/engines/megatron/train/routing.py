@@ -1,19 +1,19 @@
-"""Routing replay of a mixture of experts: which experts a scoring pass or an engine chose, and
-passes that take the same ones.
+"""Routing replay of a mixture of experts.
 
-An expert that flips between the two passes makes the probability ratio jump. Indices are of every
-token, prompts included, of every layer with experts and in the router's order; the weights of the
-chosen experts are computed anew and have gradients.
+`RoutingRecorder` records the experts that a scoring pass chose. `layers_with_experts_only` takes
+the experts that the engines recorded. `RoutingReplay` makes later passes use the same experts.
+Without replay, an expert that flips between two passes makes the probability ratio jump.
 
-    Recording                      ┐
-    engines → layers_with_experts  ┴→ [S, layers × k] uint16, the same on every rank → Replaying
+    RoutingRecorder                     ┐
+    engines → layers_with_experts_only  ┴→ [S, layers × k] uint16, equal on every rank →
+    RoutingReplay
 
-A rank sees the layers of its pipeline stage and its context and sequence parallel part of the
-tokens. A recomputed layer routes again during the backward pass: Megatron's `RouterReplay` hands it
-the indices of its micro-batch, first in, first out.
+The indices cover every token, prompts included, and every layer with experts, in the router's
+order. The weights of the chosen experts are computed again and have gradients. A rank sees the
+layers of its pipeline stage and its context and sequence parallel part of the tokens. Critic and
+teacher always route freely.
 
-Not here: what engines answer (`rlpipe.store.routed_experts`); a critic's and a teacher's routing,
-which is free.
+Legend: S tokens of the batch, k experts per token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
+from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.store.routed_experts import NOT_ROUTED
@@ -34,47 +35,51 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from rlpipe.engines.megatron.model.build import Scorer
+from rlpipe.engines.megatron.model.build import ScoringModel
 from rlpipe.engines.megatron.train.batch import MicroBatch
 
-Around = Callable[[MicroBatch], AbstractContextManager[None]]
-"""What a micro-batch's forward pass runs within."""
-REFUSED = ("moe_router_fusion", "moe_expert_capacity_factor")
-"""Settings under which experts are not chosen token by token, or not by the function that can be
-replayed."""
+ForwardContext = Callable[[MicroBatch], AbstractContextManager[None]]
+"""Makes the context manager around a micro-batch's forward pass."""
+# With these settings experts are not chosen token by token, or by a function without replay.
+NOT_REPLAYABLE = ("moe_router_fusion", "moe_expert_capacity_factor")
 
 
-def check_routing(config: TransformerConfig, where: str = "train.use_routing_replay") -> None:
-    """Raises: ConfigError if there is nothing to replay, or it cannot be."""
+def check_routing(config: TransformerConfig, train: TrainConfig) -> None:
+    """Raises: ConfigError if `train` asks for routing replay that this model does not support."""
+    if not train.replays_routing:
+        return
     if not config.num_moe_experts:
-        raise ConfigError(
-            "the model has no experts to route to", where=where, found=True, do="leave it out"
+        key = (
+            "use_rollout_routing_replay"
+            if train.use_rollout_routing_replay
+            else "use_routing_replay"
         )
-    for name in REFUSED:
+        raise ConfigError(
+            "the model has no experts, so routing cannot be replayed",
+            where=f"train.{key}",
+            found=True,
+            do="remove the key",
+        )
+    for name in NOT_REPLAYABLE:
         if value := getattr(config, name):
             raise ConfigError(
-                "routing cannot be replayed with this",
+                "routing cannot be replayed with this argument",
                 where=f"train.megatron.{name}",
                 found=value,
                 expected="unset",
             )
 
 
-def release_routers() -> None:
-    """Megatron keeps the replays of all routers that were ever made in this process: let go of
-    them."""
-    RouterReplay.clear_global_router_replay_instances()
-
-
 class _Routers:
-    """The routers of this rank's stage, each with its place among all layers that have experts."""
+    """The routers of this rank's pipeline stage."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: ScoringModel) -> None:
         config = scorer.bridge.config
         layers = _layers_with_experts(config)
-        self.layers = len(layers)
+        self.num_layers = len(layers)
         self.top_k = config.moe_router_topk
-        self.here: list[tuple[int, RouterReplay]] = []
+        self.local: list[tuple[int, RouterReplay]] = []
+        """(index among all layers with experts, the router's replay)"""
         for module in scorer.model.modules():
             if isinstance(module, TopKRouter):
                 replay = module.router_replay
@@ -82,179 +87,180 @@ class _Routers:
                 assert replay is not None and number is not None, (
                     "built without moe_enable_routing_replay"
                 )
-                self.here.append((layers.index(number), replay))
+                self.local.append((layers.index(number), replay))
         self._sequence_parallel = config.sequence_parallel
 
-    def tokens(self, micro: MicroBatch) -> np.ndarray:
-        """Of each token that a router of this rank sees, its place among the batch's [S]; -1 is
-        padding."""
+    def token_index(self, micro: MicroBatch) -> np.ndarray:
+        """Return the index into the batch's [S] of each token of these routers; -1 is padding."""
         if not self._sequence_parallel:
             return micro.sources
         parts = parallel_state.get_tensor_model_parallel_world_size()
         return np.split(micro.sources, parts)[parallel_state.get_tensor_model_parallel_rank()]
 
     @property
-    def speaks(self) -> bool:
-        """Is this the only rank of those that see the same tokens in the same layers?"""
+    def is_sender(self) -> bool:
+        """True on exactly one of the ranks that see the same tokens in the same layers."""
         return self._sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def act(self, action: RouterReplayAction | None) -> None:
-        for _, replay in self.here:
+    def set_action(self, action: RouterReplayAction | None) -> None:
+        for _, replay in self.local:
             replay.router_replay_action = action
 
-    def forget(self) -> None:
-        self.act(None)
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Of the indices of all micro-batches."""
-        for _, replay in self.here:
+    def clear_indices(self) -> None:
+        """Drop the indices of all micro-batches."""
+        for _, replay in self.local:
             replay.clear_indices()
+
+    def reset(self) -> None:
+        self.set_action(None)
+        self.clear_indices()
 
 
 def _layers_with_experts(config: TransformerConfig) -> list[int]:
-    """Their numbers in the whole model, from 1."""
-    every = config.moe_layer_freq
+    """Return the numbers of the layers with experts in the whole model, from 1."""
+    frequency = config.moe_layer_freq
     pattern = (
-        [i % every == 0 for i in range(config.num_layers)] if isinstance(every, int) else every
+        [i % frequency == 0 for i in range(config.num_layers)]
+        if isinstance(frequency, int)
+        else frequency
     )
     return [i + 1 for i, has_experts in enumerate(pattern) if has_experts]
 
 
 def layers_with_experts_only(config: TransformerConfig, experts: np.ndarray) -> np.ndarray:
-    """[S, layers with experts × k], from an engine's [S, all layers × k].
+    """Return [S, layers with experts × k], from an engine's [S, all layers × k].
 
-    Raises: DataError if they are of another model; if an engine left a layer out, as one does whose
-    kernel routes by itself: all experts of a token are the first one then.
+    Raises: DataError if the experts are of another model, or an engine did not record a layer.
     """
     k = config.moe_router_topk
     layers = _layers_with_experts(config)
     where = "batch.rollout_routed_experts"
     if experts.shape[1] != config.num_layers * k:
-        expected = f"{config.num_layers} layers × {k}"
         raise DataError(
-            "the engines' experts are not this model's",
+            "the engines recorded experts of another model",
             where=where,
-            found=experts.shape[1],
-            expected=expected,
+            found=f"{experts.shape[1]} a token",
+            expected=f"{config.num_layers} layers × {k}",
         )
-    found = experts.reshape(-1, config.num_layers, k)
+    by_layer = experts.reshape(-1, config.num_layers, k)
     if len(layers) < config.num_layers:
-        found = found[:, [number - 1 for number in layers]]
-    silent = ~found.any(-1)
-    if (silent if k > 1 else silent.all(0)).any():
+        by_layer = by_layer[:, [number - 1 for number in layers]]
+    # Engine kernels with built-in routing record nothing: all k entries of the layer stay 0. With
+    # k = 1 a single 0 is expert 0, so only a layer without any other expert counts.
+    unrecorded = ~by_layer.any(-1)
+    if (unrecorded if k > 1 else unrecorded.all(0)).any():
         raise DataError(
-            "the engines did not notice to which experts a layer routed",
+            "the engines did not record the experts of a layer",
             where=where,
-            found=f"only the first expert, {k} times, for {int(silent.sum())} of {silent.size} tokens × layers",
+            found=f"only expert 0, {k} times, for {int(unrecorded.sum())} of {unrecorded.size} "
+            "tokens × layers",
             expected=f"{k} different experts",
-            do="start them with another engine.sglang.moe_runner_backend (triton), or set train.use_routing_replay instead",
+            do="set another engine.sglang.moe_runner_backend (triton), or use "
+            "train.use_routing_replay instead",
         )
-    return found.reshape(len(experts), -1)
+    return by_layer.reshape(len(experts), -1)
 
 
-class Recording:
-    """Notes the experts of every micro-batch that is run `around` it."""
+class RoutingRecorder:
+    """Records the experts of every micro-batch that runs in its `forward_context`."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: ScoringModel) -> None:
         self._routers = _Routers(scorer)
-        self._kept: list[tuple[np.ndarray, list[torch.Tensor]]] = []
+        self._recorded: list[tuple[np.ndarray, list[torch.Tensor]]] = []
 
     @contextmanager
-    def around(self, micro: MicroBatch) -> Iterator[None]:
-        self._routers.act(RouterReplayAction.RECORD)
+    def forward_context(self, micro: MicroBatch) -> Iterator[None]:
+        self._routers.set_action(RouterReplayAction.RECORD)
         try:
             yield
-            self._kept.append(
-                (
-                    self._routers.tokens(micro),
-                    [_recorded(replay) for _, replay in self._routers.here],
-                )
-            )
+            indices = [_recorded_indices(replay) for _, replay in self._routers.local]
+            self._recorded.append((self._routers.token_index(micro), indices))
         finally:
-            self._routers.forget()
+            self._routers.reset()
 
     def column(self, num_tokens: int) -> np.ndarray:
-        """[S, layers × k] uint16 on every rank. Collective."""
+        """Return [S, layers × k] uint16 on every rank. Collective."""
         routers = self._routers
-        result = np.zeros((num_tokens, routers.layers, routers.top_k), np.uint16)
-        local = {place: n for n, (place, _) in enumerate(routers.here)}
-        for layer in range(routers.layers):
-            found = torch.zeros(
+        result = np.zeros((num_tokens, routers.num_layers, routers.top_k), np.uint16)
+        local = {layer: n for n, (layer, _) in enumerate(routers.local)}
+        for layer in range(routers.num_layers):
+            # One layer at a time bounds the device memory of the collective.
+            summed = torch.zeros(
                 num_tokens, routers.top_k, dtype=torch.int32, device=platform.device()
             )
-            if layer in local and routers.speaks:
-                for tokens, indices in self._kept:
-                    real = np.flatnonzero(tokens >= 0)
-                    found[torch.from_numpy(tokens[real])] = indices[local[layer]][
+            if layer in local and routers.is_sender:
+                for token_index, indices in self._recorded:
+                    real = np.flatnonzero(token_index >= 0)
+                    summed[torch.from_numpy(token_index[real])] = indices[local[layer]][
                         torch.from_numpy(real)
-                    ].to(found)
-            torch.distributed.all_reduce(found)
-            result[:, layer] = found.cpu().numpy()
+                    ].to(summed)
+            torch.distributed.all_reduce(summed)
+            result[:, layer] = summed.cpu().numpy()
         return result.reshape(num_tokens, -1)
 
 
-def _recorded(replay: RouterReplay) -> torch.Tensor:
+def _recorded_indices(replay: RouterReplay) -> torch.Tensor:
     indices = replay.get_recorded_indices()
     assert indices is not None, "a layer of this stage did not route"
     return indices.to("cpu", torch.int32)
 
 
-def _routes_again(config: TransformerConfig) -> bool:
-    """Does a backward pass route once more, to compute a layer again?"""
-    whole = config.recompute_granularity == "full"
-    return whole or (
+def _backward_routes_again(config: TransformerConfig) -> bool:
+    """True if the backward pass recomputes layers with experts."""
+    full = config.recompute_granularity == "full"
+    return full or (
         config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
     )
 
 
-class Replaying:
-    """Has every micro-batch that is run `around` it routed as `experts` say. `close` it after the
-    pass.
+class RoutingReplay:
+    """Routes every micro-batch in its `forward_context` by `experts`. Call `close` after the pass.
 
-    Padding, and what no engine read (`NOT_ROUTED`), goes to the first k experts; no log-prob that
-    is trained depends on it. Raises: DataError if `experts` are not this model's.
+    Padding tokens and tokens that no engine read (`NOT_ROUTED`) go to the first k experts. No
+    trained log-prob depends on them. Raises: DataError if `experts` are of another model.
     """
 
-    def __init__(self, scorer: Scorer, experts: np.ndarray) -> None:
+    def __init__(self, scorer: ScoringModel, experts: np.ndarray) -> None:
         self._routers = _Routers(scorer)
-        layers = self._routers.layers
+        layers = self._routers.num_layers
         top_k = self._routers.top_k
-        number = scorer.bridge.config.num_moe_experts
-        self._free = experts[:, 0] == NOT_ROUTED
-        largest = int(experts.max(axis=1)[~self._free].max(initial=0))
-        if experts.shape[1] != layers * top_k or largest >= number:
+        num_experts = scorer.bridge.config.num_moe_experts
+        self._not_routed = experts[:, 0] == NOT_ROUTED
+        largest = int(experts.max(axis=1)[~self._not_routed].max(initial=0))
+        if experts.shape[1] != layers * top_k or largest >= num_experts:
             raise DataError(
-                "the recorded experts are not this model's",
+                "the batch recorded experts of another model",
                 where="batch.routed_experts",
                 found=f"{experts.shape[1]} a token, the largest {largest}",
-                expected=f"{layers} layers × {top_k} of {number} experts",
+                expected=f"{layers} layers × {top_k} of {num_experts} experts",
             )
         self._experts = experts.reshape(-1, layers, top_k)
-        self._here = [place for place, _ in self._routers.here]
+        self._local_layers = [layer for layer, _ in self._routers.local]
         self._padding = np.arange(top_k, dtype=np.uint16)
-        self._routes_again = _routes_again(scorer.bridge.config)
+        self._backward_routes_again = _backward_routes_again(scorer.bridge.config)
 
     @contextmanager
-    def around(self, micro: MicroBatch) -> Iterator[None]:
-        tokens = self._routers.tokens(micro)
-        chosen = self._experts[np.maximum(tokens, 0)][:, self._here]
-        chosen[(tokens < 0) | self._free[tokens]] = self._padding
+    def forward_context(self, micro: MicroBatch) -> Iterator[None]:
+        tokens = self._routers.token_index(micro)
+        chosen = self._experts[np.maximum(tokens, 0)][:, self._local_layers]
+        chosen[(tokens < 0) | self._not_routed[tokens]] = self._padding
         layers = (
             torch.from_numpy(chosen.transpose(1, 0, 2).astype(np.int32))
             .to(platform.device())
             .long()
         )
-        for (_, replay), indices in zip(self._routers.here, layers, strict=True):
+        for (_, replay), indices in zip(self._routers.local, layers, strict=True):
             replay.set_target_indices(indices)
-        self._routers.act(RouterReplayAction.REPLAY_FORWARD)
+        self._routers.set_action(RouterReplayAction.REPLAY_FORWARD)
         try:
             yield
         finally:
-            self._routers.act(RouterReplayAction.REPLAY_BACKWARD)
-            if not (self._routes_again and torch.is_grad_enabled()):
-                self._routers.let_go()
+            # A recomputed layer routes again during the backward pass. Megatron's RouterReplay then
+            # hands out the indices of the micro-batches, first in, first out.
+            self._routers.set_action(RouterReplayAction.REPLAY_BACKWARD)
+            if not (self._backward_routes_again and torch.is_grad_enabled()):
+                self._routers.clear_indices()
 
     def close(self) -> None:
-        """Routers choose for themselves again."""
-        self._routers.forget()
+        """Let the routers choose experts again."""
+        self._routers.reset()

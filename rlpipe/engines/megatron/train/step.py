@@ -1,18 +1,17 @@
-"""Optimizer steps: losses of packed micro-batches, gradients, Adam, schedule, metrics.
+"""`train_steps`: the policy's optimizer steps over a packed batch.
 
-Every token's loss is multiplied by a weight that was fixed for the whole optimizer step before
-anything was packed (`algorithms.reduction`, `algorithms.importance`), so sums over micro-batches
-and ranks need no further scaling. What is of a whole sequence (GSPO's ratio, OPSM) is summed over
-the context parallel ranks that share it.
-
-Not here: estimators and the losses' mathematics (`rlpipe.algorithms`).
+Every token's loss is multiplied by a weight that is fixed for the whole optimizer step before
+packing (`token_weights`). So sums over micro-batches and ranks need no further scaling. Quantities
+of a whole sequence (GSPO's ratio, OPSM) are summed over the context parallel ranks that share it.
+The mathematics of estimators and losses is in `rlpipe.algorithms`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,8 @@ import torch
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.objective import CustomLoss, Objective, TokenBatch, objective
 from rlpipe.algorithms.sequences import Sequences, local_total
-from rlpipe.batch.packing import BatchColumns, PackingPlan, gather_index
+from rlpipe.batch.columns import BatchColumns, gather_index
+from rlpipe.batch.packing import PackingPlan
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
@@ -34,10 +34,10 @@ from megatron.core import parallel_state
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.logits import LogitsLoss
-from rlpipe.engines.megatron.train.optimizer_step import summed, update
+from rlpipe.engines.megatron.train.optimizer_step import summed_metrics, update
 from rlpipe.engines.megatron.train.passes import packing_slice, run_logits_passes, run_passes
-from rlpipe.engines.megatron.train.routing import Around, Replaying
-from rlpipe.engines.megatron.train.token_weights import StepWeights, prepare
+from rlpipe.engines.megatron.train.routing import ForwardContext, RoutingReplay
+from rlpipe.engines.megatron.train.token_weights import StepWeights, step_weights
 
 
 def train_steps(
@@ -49,64 +49,59 @@ def train_steps(
     hook_args: Any = None,
     before_step: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, float]]:
-    """Take all the plan's optimizer steps; the metrics of each, the same on every rank. Collective.
+    """Take the plan's optimizer steps and return the metrics of each, equal on every rank.
 
-    `hook_args`: what functions of the user get as `args`. `before_step` is called with the number
-    of each step once its gradients are zeroed. Raises: DataError if the batch lacks a column that
-    the loss reads, a function of the user answers what it must not, or the plan is not the batch's;
-    TrainerError if a loss or gradient is not finite (the weights must then be taken for spoilt).
+    Collective. `hook_args`: the `args` of user functions. `before_step`: called with the number of
+    each step after its gradients are zeroed. Raises: DataError if the batch lacks a column that the
+    loss reads, a user function returns a wrong result, or the plan is of another batch;
+    TrainerError if a loss or gradient is not finite (the weights are then invalid).
     """
     packing.check(len(batch), parallel_state.get_data_parallel_world_size())
     _check_columns(batch, packing, loss)
     trained.ddp.train()
     path = loss.custom_loss_function_path
     function = custom.load("custom_loss_function_path", path) if path else None
-    of_logits = function if function and custom.takes_logits(function) else None
-    of_user = (
-        (lambda tokens: custom.custom_loss(function, hook_args, tokens))
-        if function and not of_logits
-        else None
-    )
-    with _routed(trained, batch) as around:
+    takes_logits = function is not None and custom.takes_logits(function)
+    with _routing_context(trained, batch) as forward_context:
+        run = _PolicyRun(
+            trained=trained,
+            batch=batch,
+            loss=loss,
+            temperature=temperature,
+            hook_args=hook_args,
+            token_loss=None if takes_logits else function,
+            logits_loss=function if takes_logits else None,
+            forward_context=forward_context,
+            counts=np.bincount(batch.sample_of, batch.loss_mask, minlength=len(batch)),
+        )
         return [
-            _step(
-                trained,
-                batch,
-                step,
-                loss,
-                temperature,
-                of_user,
-                of_logits,
-                hook_args,
-                partial(before_step, k),
-                around,
-                where=f"train/optimizer step {k}",
-            )
+            run.take_step(k, step, before_step, where=f"train/optimizer step {k}")
             for k, step in enumerate(packing.steps)
         ]
 
 
 @contextmanager
-def _routed(trained: TrainedModel, batch: BatchColumns) -> Iterator[Around | None]:
-    """What forward passes run within: as the batch's experts say, if the model was built for that.
+def _routing_context(trained: TrainedModel, batch: BatchColumns) -> Iterator[ForwardContext | None]:
+    """Replay the batch's experts in forward passes, if the model was built for routing replay.
 
-    Raises: DataError if the batch does not say them.
+    Raises: DataError if the batch has no recorded experts.
     """
     if not trained.bridge.config.moe_enable_routing_replay:
         yield None
         return
     if batch.routed_experts is None:
         raise DataError(
-            "the batch does not say which experts its tokens went to",
+            "the batch has no recorded experts for routing replay",
             where="train/batch",
             found="no routed_experts",
-            do="score the batch with train.use_routing_replay: true, or sample it with train.use_rollout_routing_replay: true",
+            do="score the batch with train.use_routing_replay: true, or sample it with "
+            "train.use_rollout_routing_replay: true",
         )
-    replaying = Replaying(trained, batch.routed_experts)
+    routing = RoutingReplay(trained, batch.routed_experts)
     try:
-        yield replaying.around
+        yield routing.forward_context
     finally:
-        replaying.close()
+        routing.close()
 
 
 def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) -> None:
@@ -118,144 +113,195 @@ def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) 
         "reference_log_probs": policy and loss.kl_loss_coef > 0,
         "rollout_log_probs": policy and (bool(loss.corrects) or loss.use_rollout_logprobs),
     }
-    missing = [name for name, wanted in needed.items() if wanted and getattr(batch, name) is None]
+    missing = [name for name, used in needed.items() if used and getattr(batch, name) is None]
     if missing:
         raise DataError(
-            "the batch lacks what the loss reads",
+            "the batch lacks columns that the loss reads",
             where="train/batch",
-            found=f"no {', '.join(missing)}; {len(packing.steps)} optimizer steps, loss {loss.type}",
-            do="score the batch first (proximal log-probs are needed if there is more than one optimizer step)",
+            found=f"no {', '.join(missing)}; {len(packing.steps)} optimizer steps, "
+            f"loss {loss.type}",
+            do="score the batch first (more than one optimizer step needs proximal log-probs)",
         )
 
 
-def _step(
-    trained: TrainedModel,
-    batch: BatchColumns,
-    step: tuple,
-    loss: LossConfig,
-    temperature: float,
-    of_user: CustomLoss | None,
-    of_logits: custom.Function | None,
-    hook_args: Any,
-    before: Callable[[], None],
-    around: Around | None,
-    where: str,
-) -> dict[str, float]:
-    samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
-    fixed = prepare(batch, samples, loss, hook_args)
-    sample_of = batch.sample_of
-    counts = np.bincount(batch.sample_of, batch.loss_mask, minlength=len(batch))
-    mine = step[parallel_state.get_data_parallel_rank()]
-    part = packing_slice(trained)
-    names: list[str] = []
+@dataclass(frozen=True, eq=False)
+class _PolicyRun:
+    """The optimizer steps of one batch on this rank."""
 
-    def kept_of(found: Objective) -> tuple[torch.Tensor, torch.Tensor]:
-        if names and names != list(found.metrics):
-            raise DataError(
-                "a custom loss must name the same metrics every time",
+    trained: TrainedModel
+    batch: BatchColumns
+    loss: LossConfig
+    temperature: float
+    hook_args: Any
+    token_loss: custom.Function | None
+    """Custom loss of log-probs."""
+    logits_loss: custom.Function | None
+    """Custom loss of whole logits."""
+    forward_context: ForwardContext | None
+    counts: np.ndarray
+    """[N]: tokens of each sample that count in the loss."""
+
+    def take_step(
+        self, number: int, step: tuple, before_step: Callable[[int], None], where: str
+    ) -> dict[str, float]:
+        """Take one optimizer step and return its metrics. Collective."""
+        trained = self.trained
+        batch = self.batch
+        samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
+        weights = step_weights(batch, samples, self.loss, self.hook_args)
+        micro_batches = step[parallel_state.get_data_parallel_rank()]
+        collector = _MetricsCollector(where)
+        trained.ddp.zero_grad_buffer()
+        trained.optimizer.zero_grad()
+        before_step(number)
+        run = self._run_tokens if self.logits_loss is None else self._run_logits
+        outputs = run(micro_batches, samples, weights, collector)
+        metrics = summed_metrics(outputs, _names_on_all_ranks(collector.names)) | weights.metrics
+        if not math.isfinite(metrics["loss"]):
+            raise TrainerError(
+                "the loss is not finite",
                 where=where,
-                found=[*found.metrics],
-                expected=names,
+                found=metrics["loss"],
+                do="look at this batch's log-probs",
             )
-        names[:] = found.metrics
-        return found.loss, torch.stack(list(found.metrics.values()))
+        metrics |= update(trained, where)
+        masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
+        return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
 
-    def consume(
-        micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = _tokens(
-            batch, fixed, micro, log_probs, entropy, sample_of, counts, by_name=of_user is not None
+    def _run_tokens(
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        _samples: np.ndarray,
+        weights: StepWeights,
+        collector: _MetricsCollector,
+    ) -> list[torch.Tensor]:
+        """Run the passes of a loss of log-probs and entropy."""
+        part = packing_slice(self.trained)
+        token_loss: CustomLoss | None = None
+        if (function := self.token_loss) is not None:
+            token_loss = partial(custom.custom_loss, function, self.hook_args)
+
+        def consume(
+            micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens = self._token_batch(weights, micro, log_probs, entropy)
+            return collector.collect(objective(tokens, self.loss, token_loss))
+
+        return run_passes(
+            self.trained,
+            (pack(self.batch, indices, part, only_masked_in=True) for indices in micro_batches),
+            consume,
+            num_micro_batches=len(micro_batches),
+            temperature=self.temperature,
+            forward_only=False,
+            # A custom loss may differentiate the entropy.
+            entropy_gradient=self.loss.entropy_coef != 0 or token_loss is not None,
+            forward_context=self.forward_context,
         )
-        return kept_of(objective(tokens, loss, of_user))
 
-    trained.ddp.zero_grad_buffer()
-    trained.optimizer.zero_grad()
-    before()
-    run: dict[str, Any] = {"num_micro_batches": len(mine), "around": around}
-    if of_logits is not None:
-        per_token = loss.calculate_per_token_loss
-        whole = LogitsLoss.of_step(
-            of_logits, hook_args, batch, samples, fixed.weight, per_token=per_token
+    def _run_logits(
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        samples: np.ndarray,
+        weights: StepWeights,
+        collector: _MetricsCollector,
+    ) -> list[torch.Tensor]:
+        """Run the passes of a custom loss of whole logits."""
+        assert self.logits_loss is not None
+        part = packing_slice(self.trained)
+        loss = LogitsLoss.of_step(
+            self.logits_loss,
+            self.hook_args,
+            self.batch,
+            samples,
+            weights.weight,
+            per_token=self.loss.calculate_per_token_loss,
         )
-        micros = (
-            pack(batch, indices, part, only_masked_in=False, pad_apart=True) for indices in mine
+        return run_logits_passes(
+            self.trained,
+            (
+                pack(self.batch, indices, part, only_masked_in=False, separate_padding=True)
+                for indices in micro_batches
+            ),
+            lambda micro, logits: collector.collect(loss(micro, logits)),
+            num_micro_batches=len(micro_batches),
+            forward_context=self.forward_context,
         )
-        kept = run_logits_passes(
-            trained, micros, lambda micro, logits: kept_of(whole(micro, logits)), **run
+
+    def _token_batch(
+        self,
+        weights: StepWeights,
+        micro: MicroBatch,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
+    ) -> TokenBatch:
+        """Return the micro-batch's tokens, with all columns for a custom loss."""
+        batch = self.batch
+
+        def column(values: np.ndarray | None) -> torch.Tensor | None:
+            return None if values is None else micro.column(values)
+
+        splits_sequences = parallel_state.get_context_parallel_world_size() > 1
+        named_columns = {
+            name: values
+            for key, name in hook_names().items()
+            if self.token_loss is not None and (values := getattr(batch, key)) is not None
+        }
+        return TokenBatch(
+            log_probs=log_probs,
+            entropy=entropy,
+            weight=micro.column(weights.weight),
+            sequences=Sequences(
+                sample=micro.column(batch.sample_of),
+                counts=platform.to_device(torch.from_numpy(self.counts), log_probs.device),
+                total=_total_over_context if splits_sequences else local_total,
+            ),
+            policy_weight=column(weights.policy_weight),
+            advantages=column(batch.advantages),
+            proximal_log_probs=column(batch.proximal_log_probs),
+            rollout_log_probs=column(batch.rollout_log_probs),
+            reference_log_probs=column(batch.reference_log_probs),
+            factor=column(weights.factor),
+            columns={name: micro.column(values) for name, values in named_columns.items()},
         )
-    else:
-        wanted = loss.entropy_coef != 0 or of_user is not None
-        micros = (pack(batch, indices, part, only_masked_in=True) for indices in mine)
-        run |= {"temperature": temperature, "forward_only": False, "entropy_gradient": wanted}
-        kept = run_passes(trained, micros, consume, **run)
-    metrics = summed(kept, _agreed(names)) | fixed.metrics
-    if not math.isfinite(metrics["loss"]):
-        raise TrainerError(
-            "the loss is not finite",
-            where=where,
-            found=metrics["loss"],
-            do="look at this batch's log-probs",
-        )
-    metrics |= update(trained, where)
-    masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
-    return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
 
 
-def _tokens(
-    batch: BatchColumns,
-    fixed: StepWeights,
-    micro: MicroBatch,
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor,
-    sample_of: np.ndarray,
-    counts: np.ndarray,
-    *,
-    by_name: bool,
-) -> TokenBatch:
-    """The micro-batch's tokens; `by_name`: all columns too, for a custom loss."""
+class _MetricsCollector:
+    """Names of a step's metrics, which must be the same in all micro-batches."""
 
-    def column(values: np.ndarray | None) -> torch.Tensor | None:
-        return None if values is None else micro.column(values)
+    def __init__(self, where: str) -> None:
+        self.names: list[str] = []
+        self._where = where
 
-    shared = parallel_state.get_context_parallel_world_size() > 1
-    known = {
-        name: values
-        for key, name in hook_names().items()
-        if by_name and (values := getattr(batch, key)) is not None
-    }
-    return TokenBatch(
-        log_probs=log_probs,
-        entropy=entropy,
-        weight=micro.column(fixed.weight),
-        sequences=Sequences(
-            sample=micro.column(sample_of),
-            counts=platform.to_device(torch.from_numpy(counts), log_probs.device),
-            total=_total_over_context if shared else local_total,
-        ),
-        policy_weight=column(fixed.policy_weight),
-        advantages=column(batch.advantages),
-        proximal_log_probs=column(batch.proximal_log_probs),
-        rollout_log_probs=column(batch.rollout_log_probs),
-        reference_log_probs=column(batch.reference_log_probs),
-        factor=column(fixed.factor),
-        columns={name: micro.column(values) for name, values in known.items()},
-    )
+    def collect(self, result: Objective) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and the metrics as one tensor, in the order of `names`."""
+        if self.names and self.names != list(result.metrics):
+            raise DataError(
+                "a custom loss must return the same metrics for every micro-batch",
+                where=self._where,
+                found=[*result.metrics],
+                expected=self.names,
+            )
+        self.names = list(result.metrics)
+        return result.loss, torch.stack(list(result.metrics.values()))
 
 
 class _TotalOverContext(torch.autograd.Function):
-    """The sum over context parallel ranks. The loss is a sum over them too, so every rank's part of
-    the gradient counts."""
+    """Sum over context parallel ranks.
+
+    The loss is also summed over these ranks, so the backward pass sums every rank's gradient.
+    """
 
     @staticmethod
     def forward(ctx, values):
-        return _summed(values)
+        return _summed_over_context(values)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return _summed(gradients[0])
+        return _summed_over_context(gradients[0])
 
 
-def _summed(values: torch.Tensor) -> torch.Tensor:
+def _summed_over_context(values: torch.Tensor) -> torch.Tensor:
     values = values.clone()
     group: Any = parallel_state.get_context_parallel_group()
     torch.distributed.all_reduce(values, group=group)
@@ -267,10 +313,13 @@ def _total_over_context(values: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _agreed(names: list[str]) -> tuple[str, ...]:
-    """The names of the metrics: pipeline stages before the last have not seen them. Collective."""
+def _names_on_all_ranks(names: list[str]) -> tuple[str, ...]:
+    """Return the names of the metrics on every rank. Collective.
+
+    Only the last pipeline stage computes a loss and so knows them.
+    """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return tuple(names)
-    last: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(last, names)
-    return tuple(next(found for found in last if found))
+    names_by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(names_by_rank, names)
+    return tuple(next(found for found in names_by_rank if found))

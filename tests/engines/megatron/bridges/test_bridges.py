@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.bridges.deepseek import _rotation
-from rlpipe.engines.megatron.bridges.files import SCALE, WeightFiles, from_blocks
+from rlpipe.engines.megatron.bridges.deepseek import DownProjection, _rotation
 from rlpipe.engines.megatron.bridges.hf_config import read_config
-from rlpipe.engines.megatron.bridges.kept import with_kept
-from rlpipe.engines.megatron.bridges.latent import DownProjection
+from rlpipe.engines.megatron.bridges.weight_files import SCALE_SUFFIX, WeightFiles, from_blocks
+from rlpipe.engines.megatron.checkpoint.export import with_untrained_layers
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.families import make
@@ -95,7 +94,7 @@ def test_weights_in_fp8_are_read_whole(copy):
     name = "model.layers.0.self_attn.o_proj.weight"
     large = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
     scale = torch.rand(2, 3, generator=torch.Generator().manual_seed(1)) + 0.5
-    quantised = {name: large.to(torch.float8_e4m3fn), name + SCALE: scale}
+    quantised = {name: large.to(torch.float8_e4m3fn), name + SCALE_SUFFIX: scale}
     save_file(stored | quantised, copy / "model.safetensors")
     files = WeightFiles(str(copy))
     assert set(files.names) == stored.keys()
@@ -181,7 +180,7 @@ def test_an_index_that_names_a_missing_file_is_refused(copy):
 def test_a_source_without_draft_layers_adds_nothing(moonlight):
     config = read_config(moonlight)
     tensors = [("lm_head.weight", torch.zeros(1))]
-    assert list(with_kept(tensors, moonlight, config)) == tensors
+    assert list(with_untrained_layers(tensors, moonlight, config)) == tensors
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -15,7 +15,7 @@ from rlpipe.config.arguments.check import check_megatron
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf, to_torch_dist
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import different
-from rlpipe.engines.megatron.checkpoint.conversion.loading import load_into
+from rlpipe.engines.megatron.checkpoint.conversion.parallel_loading import load_checkpoint_weights
 from rlpipe.engines.megatron.model import vocab
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
@@ -125,7 +125,7 @@ def exported(
     """Load a converted checkpoint's weights and write them as a Hugging Face directory."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
-        load_into(ours.trained, Path(checkpoint))
+        load_checkpoint_weights(ours.trained, Path(checkpoint))
         ours.save_hf(directory)
     finally:
         ours.close()
@@ -150,7 +150,7 @@ def test_ranks_with_fewer_columns_or_none_have_the_log_probs_and_gradients_of_on
     firsts = [sum(shares[:number]) for number in range(len(shares))]
     parts = [
         vocab._statistics(
-            hidden @ weight[first : first + size].T, vocab._local(targets, size, first), 0.7
+            hidden @ weight[first : first + size].T, vocab._local_columns(targets, size, first), 0.7
         )
         for first, size in zip(firsts, shares, strict=True)
     ]
@@ -162,14 +162,14 @@ def test_ranks_with_fewer_columns_or_none_have_the_log_probs_and_gradients_of_on
         sums = torch.zeros_like(value)
         for (top, total, weighted, target), first, size in zip(parts, firsts, shares, strict=True):
             shrink = (top - highest).exp()
-            here = vocab._local(targets, size, first) >= 0
+            here = vocab._local_columns(targets, size, first) >= 0
             rest = torch.where(here, target - highest, 0.0)
             sums += torch.stack(
                 [shrink * total, shrink * (weighted + total * (top - highest)), rest]
             )
         return sums
 
-    monkeypatch.setattr(vocab, "_reduced", reduced)
+    monkeypatch.setattr(vocab, "_all_reduced", reduced)
     of_hidden = torch.zeros_like(hidden)
     for first, size in zip(firsts, shares, strict=True):
         states = hidden.clone().requires_grad_()

@@ -14,12 +14,8 @@ from transformers import CONFIG_MAPPING
 
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.bridges.hf_config import read_config
-from rlpipe.engines.megatron.bridges.supported import (
-    FAMILIES,
-    SAME_AS,
-    check_config,
-    check_supported,
-)
+from rlpipe.engines.megatron.bridges.supported import SAME_AS, check_config, check_supported
+from rlpipe.engines.megatron.bridges.supported_families import FAMILIES
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import families, reference

@@ -123,7 +123,7 @@ def test_a_full_disk_is_an_error(models, tmp_path, monkeypatch):
 
 def test_a_checkpoint_that_is_not_there_is_named(models, tmp_path):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
-    with pytest.raises(TrainerError, match="no checkpoint here"):
+    with pytest.raises(TrainerError, match="no checkpoint in this directory"):
         ours.load_checkpoint(tmp_path)
     with pytest.raises(TrainerError, match="iter_0000007"):
         ours.load_checkpoint(tmp_path, iteration=7)
@@ -145,10 +145,12 @@ def test_without_room_nothing_is_written_and_the_error_says_how_much_is_needed(
 def test_there_must_be_room_for_all_that_is_written_at_the_same_time(models, tmp_path, monkeypatch):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     ours.load_hf()
-    needed = checkpoint._room([ours.trained], tmp_path / "iter_0000001").needed_bytes
+    needed = checkpoint._disk_space([ours.trained], tmp_path / "iter_0000001").needed_bytes
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=needed * 3 // 2))
     with pytest.raises(StoreFull, match="no room"):
-        checkpoint.save(ours.trained, tmp_path / "two", 1, together=lambda room: room.beside(room))
+        checkpoint.save(
+            ours.trained, tmp_path / "two", 1, combine=lambda space: space.combined_with(space)
+        )
     assert checkpoint.save(ours.trained, tmp_path / "one", 1).is_dir()
     ours.close()
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.checkpoint.conversion import hf_files, places
+from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
 from rlpipe.engines.megatron.checkpoint.conversion.convert import (
-    _others,
+    _extra_names,
     _split,
     to_hf,
     to_torch_dist,
@@ -129,7 +129,7 @@ def test_the_older_format_is_read_in_every_layout(model, tmp_path, sizes):
     directory = model("qwen3_moe")
     to_torch_dist(directory, tmp_path / "dist")
     in_old_format(directory, tmp_path / "old" / "iter_0000007", *sizes, padded_rows=32)
-    (tmp_path / "old" / places.TRACKER).write_text("7")
+    (tmp_path / "old" / checkpoint_paths.TRACKER).write_text("7")
     report = to_hf(tmp_path / "old", tmp_path / "back", origin=directory)
     assert report.dtype == "float32"
     assert list(different(directory, tmp_path / "back")) == []
@@ -154,8 +154,8 @@ def test_an_interrupted_conversion_goes_on_and_a_finished_one_is_left_alone(mode
         report = convert(source, target, shard_bytes=SMALL)
         assert 0 < report.reused_files < report.files
         again = convert(source, target, shard_bytes=SMALL)
-        assert "it was there already" in again.notes
-        with pytest.raises(ConfigError, match="something already"):
+        assert "the target already has this conversion" in again.notes
+        with pytest.raises(ConfigError, match="target directory is not empty"):
             convert(source, target, shard_bytes=2 * SMALL)
     assert list(different(directory, tmp_path / "back")) == []
     assert not [
@@ -191,7 +191,7 @@ def test_tensors_that_megatron_does_not_have_go_along(model, tmp_path):
         load_all(directory) | extra, directory / "model.safetensors", metadata={"format": "pt"}
     )
     report = to_torch_dist(directory, tmp_path / "dist")
-    assert report.notes == ["2 tensors that Megatron's model does not have are stored as they are"]
+    assert report.notes == ["2 tensors that Megatron's model does not have are stored unchanged"]
     to_hf(tmp_path / "dist", tmp_path / "back")
     assert list(different(directory, tmp_path / "back")) == []
 
@@ -227,7 +227,7 @@ def test_of_a_trained_checkpoint_they_are_the_originals_but_for_copies_of_what_w
     assert not torch.equal(
         found["model.embed_tokens.weight"], extra["model.layers.2.embed_tokens.weight"]
     )
-    assert "2 tensors that training does not know are the original's" in report.notes[0]
+    assert "2 tensors that are not trained come from the original directory" in report.notes[0]
 
 
 @pytest.mark.integration
@@ -292,18 +292,18 @@ def test_weights_of_another_model_are_refused(model, tmp_path):
 
 
 def test_what_is_no_checkpoint_and_no_room_are_said(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="no checkpoint here"):
+    with pytest.raises(ConfigError, match="no checkpoint in this directory"):
         to_hf(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="not a Hugging Face directory"):
         to_torch_dist(tmp_path, tmp_path / "out")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / places.TRACKER).write_text("12")
+    (tmp_path / "run" / checkpoint_paths.TRACKER).write_text("12")
     with pytest.raises(ConfigError, match="of a training"):
-        places.refuse_iterations(tmp_path / "run", force=False)
+        checkpoint_paths.refuse_training_checkpoints(tmp_path / "run", force=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=10))
     with (
         pytest.raises(StoreFull, match="no room"),
-        places.unfinished(tmp_path / "out", "name", needed_bytes=1000, force=False),
+        checkpoint_paths.staging_folder(tmp_path / "out", "name", needed_bytes=1000, force=False),
     ):
         pass
 
@@ -332,7 +332,7 @@ def test_files_of_weights_that_are_cut_off_or_missing_are_said(tmp_path):
     with pytest.raises(DataError, match="not an index"):
         HfWeights(tmp_path)
     (tmp_path / hf_files.INDEX).write_text('{"weight_map": {"a": "other.safetensors"}}')
-    with pytest.raises(ConfigError, match="not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         HfWeights(tmp_path)
 
 
@@ -359,7 +359,9 @@ def test_what_an_interrupted_start_left_is_there_for_the_same_conversion_only(tm
         """Was there a file already? Leaves one, and is interrupted."""
         with (
             suppress(KeyboardInterrupt),
-            places.unfinished(tmp_path / "out", name, needed_bytes=0, force=False) as folder,
+            checkpoint_paths.staging_folder(
+                tmp_path / "out", name, needed_bytes=0, force=False
+            ) as folder,
         ):
             found.append((folder / "a.safetensors").exists())
             (folder / "a.safetensors").write_text("x")
@@ -384,5 +386,5 @@ def test_a_tensor_that_is_larger_than_a_file_has_one_of_its_own():
 )
 def test_only_the_copy_of_a_tied_embedding_is_no_tensor_of_its_own(tied: bool, others: list[str]):
     names: Any = Namespace(names=["model.embed_tokens.weight", "lm_head.weight", "extra"])
-    skeleton: Any = Namespace(tied=tied)
-    assert _others(names, {"embedding": ["model.embed_tokens.weight"]}, skeleton) == others
+    meta_model: Any = Namespace(tied=tied)
+    assert _extra_names(names, {"embedding": ["model.embed_tokens.weight"]}, meta_model) == others

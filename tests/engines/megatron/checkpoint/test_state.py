@@ -13,8 +13,8 @@ def as_tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def on_device_hash(flat: torch.Tensor, *chunk: int) -> list[int]:
-    return state.on_device_hash(flat, *chunk).tolist()
+def device_hash(flat: torch.Tensor, *chunk: int) -> list[int]:
+    return state.device_hash(flat, *chunk).tolist()
 
 
 @given(st.binary(min_size=1, max_size=80), st.data())
@@ -22,18 +22,18 @@ def test_one_other_byte_gives_another_hash(content, data):
     place = data.draw(st.integers(0, len(content) - 1))
     other = bytearray(content)
     other[place] ^= data.draw(st.integers(1, 255))
-    assert on_device_hash(as_tensor(content)) != on_device_hash(as_tensor(bytes(other)))
+    assert device_hash(as_tensor(content)) != device_hash(as_tensor(bytes(other)))
 
 
 @given(st.binary(min_size=32, max_size=64).filter(lambda content: content[:8] != content[8:16]))
 def test_the_place_of_a_word_matters(content):
     swapped = content[8:16] + content[:8] + content[16:]
-    assert on_device_hash(as_tensor(content)) != on_device_hash(as_tensor(swapped))
+    assert device_hash(as_tensor(content)) != device_hash(as_tensor(swapped))
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(1, 9))
 def test_it_does_not_depend_on_chunks(content, chunk):
-    assert on_device_hash(as_tensor(content), chunk) == on_device_hash(as_tensor(content))
+    assert device_hash(as_tensor(content), chunk) == device_hash(as_tensor(content))
 
 
 class Balanced(torch.nn.Module):
@@ -48,4 +48,4 @@ class Balanced(torch.nn.Module):
 
 def test_weights_are_parameters_and_the_buffers_that_are_saved():
     model = torch.nn.Sequential(Balanced(), torch.nn.Linear(2, 2))
-    assert sorted(name for name, _ in state.weights(model)) == sorted(model.state_dict())
+    assert sorted(name for name, _ in state.named_weights(model)) == sorted(model.state_dict())

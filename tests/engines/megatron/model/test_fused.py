@@ -88,7 +88,7 @@ def test_what_can_be_made_again_is_not_kept_and_gives_the_same_gradients():
     wanted = torch.autograd.grad(linear(gated, weight).square().sum(), (both, weight))
     gated = fused.swiglu(both)
     storage = weakref.ref(gated)
-    with fused.remade(gated):
+    with fused.recomputed_for_backward(gated):
         out = linear(gated, weight)
     del gated
     gc.collect()
@@ -100,6 +100,6 @@ def test_what_can_be_made_again_is_not_kept_and_gives_the_same_gradients():
 def test_what_something_else_keeps_is_kept_as_it_is():
     other = leaf(3, 9)
     gated = fused.swiglu(leaf(TOKENS, 18))
-    with fused.remade(gated):
+    with fused.recomputed_for_backward(gated):
         out = other.exp()
     assert torch.equal(torch.autograd.grad(out.sum(), other)[0], other.exp())

@@ -1,4 +1,4 @@
-"""Experts that are computed together (`train.megatron.moe_grouped_gemm`): as one after another."""
+"""Grouped experts equal Megatron's experts (`train.megatron.moe_grouped_gemm`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.model.grouped import GroupedExperts, grouped_linear
+from rlpipe.engines.megatron.model.layers import GroupedExperts, grouped_linear
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import engine, score_and_train
 from tests.engines.megatron.test_parallel import TRAIN

@@ -121,5 +121,7 @@ def test_heads_and_their_gradients_are_torchs(kernels, group, normalised):
 
 def test_the_hash_is_torchs(kernels):
     words = torch.randint(-(2**63), 2**63 - 1, (301,), generator=torch.Generator().manual_seed(0))
-    _, (_, found, *_) = kernels.call("hash_", words, torch.zeros(2, dtype=torch.int64), *state._ODD)
-    assert found.tolist() == state.on_device_hash(words.view(torch.uint8)).tolist()
+    _, (_, found, *_) = kernels.call(
+        "hash_", words, torch.zeros(2, dtype=torch.int64), *state._ODD_MULTIPLIERS
+    )
+    assert found.tolist() == state.device_hash(words.view(torch.uint8)).tolist()

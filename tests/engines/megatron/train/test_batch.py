@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.engines.megatron.model.attention import packed_layout
 from rlpipe.engines.megatron.train.batch import Slice, pack
 from tests.engines.megatron.ranks import make_batch

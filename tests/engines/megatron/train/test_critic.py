@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
-from rlpipe.batch.packing import BatchColumns, plan
-from rlpipe.config.models import CriticConfig
-from rlpipe.config.train import TrainConfig
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import plan
+from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.engines.megatron.meeting import MeetingPlace
+from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import apart
 
@@ -90,7 +90,7 @@ def test_it_may_have_another_layout_than_the_policy(
             two_ranks.run, apart.of_critic, model, TRAIN, critic, meeting, str(tmp_path)
         )
         ours = apart.policy(
-            model, TRAIN, 0, 1, free_port(), MeetingPlace(("127.0.0.1", meeting), 1, 2)
+            model, TRAIN, 0, 1, free_port(), ExchangeAddress(("127.0.0.1", meeting), 1, 2)
         )
         try:
             found = [apart.history(ours, str(tmp_path)), *ranks.result()]

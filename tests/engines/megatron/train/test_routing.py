@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe.actors.trainer.scoring import scored
-from rlpipe.actors.trainer.spec import TrainerSpec
+from rlpipe.actors.trainer.scoring import score_batch
+from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import Batch
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.files import read_batch, write_batch
-from rlpipe.batch.packing import BatchColumns, plan
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.train.routing import layers_with_experts_only
 from rlpipe.errors import ConfigError, DataError
@@ -174,7 +175,7 @@ def test_the_stages_hand_the_experts_on_through_the_store(models, start, tmp_pat
     spec = TrainerSpec.of(
         config, model_dir=models["qwen3_moe"], store_root=str(tmp_path), work_dir=tmp_path
     )
-    columns = scored(ours, batch, spec)
+    columns = score_batch(ours, batch, spec)
     files = Files(tmp_path)
     keys = range(len(batch))
     fixed = Batch(
@@ -221,7 +222,7 @@ def test_the_batch_is_scored_and_trained_with_the_experts_of_the_engines(models,
     )
     ours.keep_reference()
     seen = watched(ours)
-    columns = scored(ours, batch.with_columns(routed_experts=named), spec)
+    columns = score_batch(ours, batch.with_columns(routed_experts=named), spec)
     assert columns.routed_experts is not None and np.array_equal(columns.routed_experts, named)
     ours.train(
         columns, plan(batch.lengths, global_batch_size=None, max_tokens=8192, data_parallel=1)
@@ -265,9 +266,9 @@ def test_of_an_engine_s_layers_those_with_experts_count_and_one_it_did_not_notic
     config = replace(ours.trained.bridge.config, num_layers=3, moe_layer_freq=[0, 1, 1])
     with_dense = np.concatenate([np.zeros((len(named), TOP_K), np.uint16), named], axis=1)
     assert np.array_equal(layers_with_experts_only(config, with_dense), named)
-    with pytest.raises(DataError, match="not this model's"):
+    with pytest.raises(DataError, match="experts of another model"):
         layers_with_experts_only(config, named)
-    with pytest.raises(DataError, match=r"(?s)did not notice.*moe_runner_backend"):
+    with pytest.raises(DataError, match=r"(?s)did not record.*moe_runner_backend"):
         layers_with_experts_only(config, np.roll(with_dense, TOP_K, axis=1))
 
 
@@ -275,13 +276,13 @@ def test_a_batch_without_the_model_s_experts_is_refused(start):
     ours = start()
     batch = make_batch()
     batch = batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.1, 0))
-    with pytest.raises(DataError, match="does not say which experts"):
+    with pytest.raises(DataError, match="no recorded experts"):
         ours.train(batch, one_plan(ours, batch))
     for experts in (
         np.zeros((len(batch.tokens), 3), np.uint16),
         np.full((len(batch.tokens), 4), 4, np.uint16),
     ):
-        with pytest.raises(DataError, match="not this model's"):
+        with pytest.raises(DataError, match="experts of another model"):
             ours.train(batch.with_columns(routed_experts=experts), one_plan(ours, batch))
 
 

@@ -1,10 +1,10 @@
-"""One conversion in a process of its own, which sees no GPU:
+"""Run one conversion in a separate process without GPUs.
 
     python -m rlpipe.engines.megatron.checkpoint.conversion [--rlpipe-parent PID] JOB
 
 JOB is JSON: `to` ("torch_dist" or "huggingface") and the arguments of `convert.to_torch_dist` or
-`convert.to_hf`. Answers in lines of JSON on standard output: `{"done": …, "total": …, "what": …}`
-as it goes, at the end `{"report": …}` or `{"error": …}`.
+`convert.to_hf`. The process writes lines of JSON to standard output: `{"done": …, "total": …,
+"what": …}` as progress, and at the end `{"report": …}` or `{"error": …}`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATHS = ("hf_dir", "save", "checkpoint", "output", "origin")
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 it could not be done."""
+    """Return the exit code: 0 for success, 1 for a failed conversion."""
     parent, words = orphan.take_parent(sys.argv[1:])
     if parent is not None:
         orphan.end_with(parent)
@@ -35,16 +35,17 @@ def main() -> int:
     job = {name: Path(value) if name in PATHS and value else value for name, value in job.items()}
     try:
         report = convert(
-            **job, progress=lambda done, total, what: _say(done=done, total=total, what=what)
+            **job,
+            progress=lambda done, total, what: _print_message(done=done, total=total, what=what),
         )
     except RlpipeError as error:
-        _say(error={"type": type(error).__name__, "text": str(error)})
+        _print_message(error={"type": type(error).__name__, "text": str(error)})
         return 1
-    _say(report=asdict(report))
+    _print_message(report=asdict(report))
     return 0
 
 
-def _say(**content: Any) -> None:
+def _print_message(**content: Any) -> None:
     print(json.dumps(content), flush=True)
 
 

@@ -1,9 +1,9 @@
-"""The two conversions: `to_torch_dist` and `to_hf`. Each holds the tensors of one file in memory,
-reports as it goes, and goes on where an interrupted start of the same stopped.
+"""The two conversions: `to_torch_dist` and `to_hf`.
 
-A checkpoint carries the small files of its model's directory (tokenizer, generation config, chat
-template) and the arguments of its architecture, so that it can be turned back without that
-directory. Not here: under torchrun, from the weights in the ranks (`tools/convert_to_hf.py`).
+Each holds the tensors of one file in memory, reports progress, and continues an interrupted
+conversion. A checkpoint carries the small files of its model's directory (tokenizer, generation
+config, chat template) and the arguments of its architecture. So it converts back without that
+directory. `tools/convert_to_hf.py` converts under torchrun, from weights in the ranks.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any
 import torch
 
 import rlpipe.engines.megatron.platform  # noqa: F401
-from rlpipe.engines.megatron.bridges.kept import COPIES, LAYER
-from rlpipe.engines.megatron.checkpoint.conversion import hf_files, places
+from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
 from rlpipe.engines.megatron.checkpoint.conversion.legacy import LegacyCheckpoint
-from rlpipe.engines.megatron.checkpoint.conversion.skeleton import (
+from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
     DTYPES,
-    Skeleton,
-    alone,
+    MetaModel,
     arguments,
+    single_process_groups,
 )
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint, Unit, Writer, units
+from rlpipe.engines.megatron.checkpoint.export import COPIES, LAYER
 from rlpipe.errors import ConfigError, DataError
 
+ALREADY_CONVERTED = "the target already has this conversion"
 SHARD_BYTES = 5 * 1024**3
-"""How large a file gets at most, unless one tensor is larger."""
-"""What layers that predict further tokens have a copy of."""
+"""Size limit of a file. A larger tensor gets its own file."""
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in all, and the file that is written."""
+"""Called with the finished bytes, all bytes, and the current file."""
 
 
 @dataclass
 class Report:
-    """What a conversion did."""
+    """Result of a conversion."""
 
     folder: str
     tensors: int
@@ -50,13 +50,13 @@ class Report:
     files: int
     dtype: str
     reused_files: int = 0
-    """Written by an earlier start that was interrupted."""
+    """Files of an earlier, interrupted conversion."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
 
-def silent(_done: int, _total: int, _what: str) -> None:
-    """No progress."""
+def no_progress(_done: int, _total: int, _what: str) -> None:
+    """Ignore progress."""
 
 
 def to_torch_dist(
@@ -66,64 +66,67 @@ def to_torch_dist(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Report:
-    """A Hugging Face directory as `save`/release, a checkpoint that any parallel layout loads.
+    """Convert a Hugging Face directory to `save`/release, a checkpoint for any parallel layout.
 
-    `dtype`: of the weights; None: as config.json says. Raises: ConfigError, DataError, StoreFull,
+    `dtype`: of the weights; None: config.json's. Raises: ConfigError, DataError, StoreFull,
     ResourceError.
     """
-    if not places.is_hf(hf_dir):
+    if not checkpoint_paths.is_hf_directory(hf_dir):
         raise ConfigError("not a Hugging Face directory", where=str(hf_dir), found="no config.json")
-    target = save / places.RELEASE
-    begun = time.monotonic()
-    wanted = _dtype(dtype or _said(hf_dir))
-    weights = HfWeights(hf_dir, wanted)
-    name = places.identity(
+    target = save / checkpoint_paths.RELEASE
+    start = time.monotonic()
+    target_dtype = _dtype(dtype or _config_dtype(hf_dir))
+    weights = HfWeights(hf_dir, target_dtype)
+    identity = checkpoint_paths.conversion_identity(
         [*weights.files(), *hf_files.small_files(hf_dir)],
-        dtype=wanted,
+        dtype=target_dtype,
         shard=shard_bytes,
         to="torch_dist",
     )
-    with alone():
-        skeleton = Skeleton(hf_dir, wanted)
-        made_of = {unit: skeleton.hf_names(unit) for unit in skeleton.tensors}
-        passengers = {other: weights.meta(other) for other in _others(weights, made_of, skeleton)}
-        files = _split(units(skeleton, passengers), shard_bytes, lambda unit: unit.size_bytes)
-        total = sum(unit.size_bytes for file in files for unit in file)
-        report = Report(
-            str(target), sum(map(len, files)), total, len(files), str(wanted).removeprefix("torch.")
-        )
-        places.refuse_iterations(save, force=force)
-        if places.is_made(target, name) and not force:
-            places.point_to_release(save)
-            report.notes.append("it was there already")
+    with single_process_groups():
+        meta_model = MetaModel(hf_dir, target_dtype)
+        sources = {name: meta_model.hf_names(name) for name in meta_model.tensors}
+        extra_names = _extra_names(weights, sources, meta_model)
+        extra_tensors = {name: weights.meta(name) for name in extra_names}
+        files = _split(units(meta_model, extra_tensors), shard_bytes, lambda unit: unit.size_bytes)
+        report = _report(target, files, lambda unit: unit.size_bytes, target_dtype)
+        checkpoint_paths.refuse_training_checkpoints(save, force=force)
+        if checkpoint_paths.is_converted(target, identity) and not force:
+            checkpoint_paths.point_to_release(save)
+            report.notes.append(ALREADY_CONVERTED)
             return report
-        if passengers:
+        if extra_tensors:
             report.notes.append(
-                f"{len(passengers)} tensors that Megatron's model does not have are stored as they are"
+                f"{len(extra_tensors)} tensors that Megatron's model does not have are stored "
+                "unchanged"
             )
 
         def read(unit: Unit) -> torch.Tensor:
-            if unit.passenger:
+            if unit.is_extra:
                 return weights.read(unit.name)
-            return skeleton.from_hf(unit.name, [weights.read(each) for each in made_of[unit.name]])
+            return meta_model.from_hf(
+                unit.name, [weights.read(name) for name in sources[unit.name]]
+            )
 
-        with places.unfinished(target, name, needed_bytes=total, force=force) as folder:
-            writer = Writer(folder, skeleton, files, read)
+        with checkpoint_paths.staging_folder(
+            target, identity, needed_bytes=report.total_bytes, force=force
+        ) as folder:
+            writer = Writer(folder, meta_model, files, read)
             done = 0
             for number, file in enumerate(files):
-                progress(done, total, f"{number + 1} of {len(files)}")
+                progress(done, report.total_bytes, f"{number + 1} of {len(files)}")
                 report.reused_files += not writer.write(number)
                 done += sum(unit.size_bytes for unit in file)
             hf_files.pack(hf_dir, folder / hf_files.CARRIED)
             writer.finish(
-                {"checkpoint_version": 3.0, "iteration": 0, "args": arguments(skeleton.bridge)}
+                {"checkpoint_version": 3.0, "iteration": 0, "args": arguments(meta_model.bridge)}
             )
-            places.record(folder, {"identity": name, "source": str(hf_dir), **asdict(report)})
-    places.point_to_release(save)
-    progress(total, total, "done")
-    report.seconds = time.monotonic() - begun
+            _write_record(folder, identity, hf_dir, report)
+    checkpoint_paths.point_to_release(save)
+    progress(report.total_bytes, report.total_bytes, "done")
+    report.seconds = time.monotonic() - start
     return report
 
 
@@ -137,173 +140,198 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
     known_as: str | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Report:
-    """A checkpoint, torch_dist or of the older format, of any layout, as a Hugging Face directory.
+    """Convert a checkpoint to a Hugging Face directory.
 
-    `origin`: the model's directory; None: what the checkpoint carries. `step`: which iteration, of
-    several. `dtype`: of the weights; None: as stored. `known_as`: what tells this checkpoint from
-    others, where it is a copy; None: its files. Tensors that Megatron's model does not have are
-    taken from the checkpoint, else from `origin`. Raises: as `to_torch_dist`.
+    The checkpoint is torch_dist or of the older format, in any layout. `origin`: the model's
+    directory; None: the files that the checkpoint carries. `step`: the iteration, if there are
+    several. `dtype`: of the weights; None: the stored one. `known_as`: identity of a copied
+    checkpoint; None: its files. Tensors that Megatron's model does not have come from the
+    checkpoint, else from `origin`. Raises: as `to_torch_dist`.
     """
-    place = places.find_checkpoint(checkpoint, step)
-    begun = time.monotonic()
+    source = checkpoint_paths.find_checkpoint(checkpoint, step)
+    start = time.monotonic()
     stored: Checkpoint | LegacyCheckpoint = (
-        LegacyCheckpoint(place.folder) if place.legacy else Checkpoint(place.folder)
+        LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
     )
-    wanted = _dtype(dtype) if dtype else stored.dtype
-    source = [
+    target_dtype = _dtype(dtype) if dtype else stored.dtype
+    source_files = [
         path
-        for path in place.folder.rglob("*")
+        for path in source.folder.rglob("*")
         if path.is_file() and not path.name.startswith("__")
     ]
-    settings = {
-        "dtype": wanted,
-        "shard": shard_bytes,
-        "origin": origin,
-        "known_as": known_as,
-        "to": "huggingface",
-    }
-    name = places.identity([] if known_as else source, **settings)
-    with alone(), _model_files(place.folder, origin) as model_dir:
-        skeleton = Skeleton(model_dir, wanted, metadata=stored.layout)
-        plan = _Plan(
-            skeleton, stored, HfWeights(model_dir, wanted) if _has_weights(model_dir) else None
-        )
+    identity = checkpoint_paths.conversion_identity(
+        [] if known_as else source_files,
+        dtype=target_dtype,
+        shard=shard_bytes,
+        origin=origin,
+        known_as=known_as,
+        to="huggingface",
+    )
+    with single_process_groups(), _model_files(source.folder, origin) as model_dir:
+        meta_model = MetaModel(model_dir, target_dtype, metadata=stored.layout)
+        has_weights = any(model_dir.glob("*.safetensors"))
+        original = HfWeights(model_dir, target_dtype) if has_weights else None
+        plan = _Plan(meta_model, stored, original)
         files = _split(list(plan.sizes), shard_bytes, plan.sizes.__getitem__)
-        total = sum(plan.sizes.values())
         names = hf_files.file_names(len(files))
-        report = Report(
-            str(output),
-            sum(map(len, plan.makes.values())),
-            total,
-            len(files),
-            str(wanted).removeprefix("torch."),
-        )
+        report = _report(output, files, plan.sizes.__getitem__, target_dtype)
+        report.tensors = sum(map(len, plan.results.values()))
         report.notes = plan.notes
-        if places.is_made(output, name) and not force:
-            report.notes.append("it was there already")
+        if checkpoint_paths.is_converted(output, identity) and not force:
+            report.notes.append(ALREADY_CONVERTED)
             return report
-        with places.unfinished(output, name, needed_bytes=total, force=force) as folder:
+        with checkpoint_paths.staging_folder(
+            output, identity, needed_bytes=report.total_bytes, force=force
+        ) as folder:
             done = 0
             for file, part in zip(names, files, strict=True):
-                progress(done, total, file)
+                progress(done, report.total_bytes, file)
                 if (folder / file).exists():
                     report.reused_files += 1
                 else:
                     hf_files.write_file(folder / file, plan.read(part))
                 done += sum(plan.sizes[unit] for unit in part)
             index = {
-                file: [each for unit in part for each in plan.makes[unit]]
+                file: [name for unit in part for name in plan.results[unit]]
                 for file, part in zip(names, files, strict=True)
             }
-            hf_files.write_index(folder, index, total)
-            hf_files.carry(model_dir, folder, wanted)
-            places.record(folder, {"identity": name, "source": str(place.folder), **asdict(report)})
-    progress(total, total, "done")
-    report.seconds = time.monotonic() - begun
+            hf_files.write_index(folder, index, report.total_bytes)
+            hf_files.carry(model_dir, folder, target_dtype)
+            _write_record(folder, identity, source.folder, report)
+    progress(report.total_bytes, report.total_bytes, "done")
+    report.seconds = time.monotonic() - start
     return report
 
 
+def _report(
+    target: Path, files: list[list[Any]], size: Callable[[Any], int], dtype: torch.dtype
+) -> Report:
+    return Report(
+        folder=str(target),
+        tensors=sum(map(len, files)),
+        total_bytes=sum(size(unit) for file in files for unit in file),
+        files=len(files),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _write_record(folder: Path, identity: str, source: Path, report: Report) -> None:
+    checkpoint_paths.write_record(
+        folder, {"identity": identity, "source": str(source), **asdict(report)}
+    )
+
+
 class _Plan:
-    """Which Hugging Face tensors come from what, before any is read."""
+    """The source of every Hugging Face tensor, before any is read.
+
+    A unit is (source, name); the source is "model", "checkpoint" or "origin".
+    """
 
     def __init__(
-        self, skeleton: Skeleton, stored: Checkpoint | LegacyCheckpoint, origin: HfWeights | None
+        self, meta_model: MetaModel, stored: Checkpoint | LegacyCheckpoint, origin: HfWeights | None
     ) -> None:
-        self._skeleton = skeleton
+        self._meta_model = meta_model
         self._stored = stored
         self._origin = origin
-        made = {name: skeleton.to_hf(name, tensor) for name, tensor in skeleton.tensors.items()}
-        self.makes: dict[tuple[str, str], list[str]] = {
-            ("model", name): list(parts) for name, parts in made.items()
+        split = {
+            name: meta_model.to_hf(name, tensor) for name, tensor in meta_model.tensors.items()
         }
-        """The tensors that each unit (where from, name) becomes."""
+        self.results: dict[tuple[str, str], list[str]] = {
+            ("model", name): list(parts) for name, parts in split.items()
+        }
+        """Unit → the names of its Hugging Face tensors."""
         self.sizes = {
             ("model", name): sum(part.nbytes for part in parts.values())
-            for name, parts in made.items()
+            for name, parts in split.items()
         }
-        names = {name: list(parts) for name, parts in made.items()}
-        passengers = {("checkpoint", name): tensor for name, tensor in stored.passengers.items()}
-        missing = [] if origin is None or passengers else _others(origin, names, skeleton)
+        names = {name: list(parts) for name, parts in split.items()}
+        extra = {("checkpoint", name): tensor for name, tensor in stored.extra_tensors.items()}
+        missing = [] if origin is None or extra else _extra_names(origin, names, meta_model)
         self.notes: list[str] = []
         self._copies: dict[str, str] = {}
-        self._maker = {part: name for name, parts in names.items() for part in parts}
+        """Tensor of a multi-token prediction layer → the model's tensor that it is a copy of."""
+        self._megatron_name = {part: name for name, parts in names.items() for part in parts}
         if missing and origin is not None:
-            passengers |= {("origin", name): origin.meta(name) for name in missing}
+            extra |= {("origin", name): origin.meta(name) for name in missing}
             self._copies = {
-                name: COPIES[found[2]]
+                name: COPIES[match[2]]
                 for name in missing
-                if (found := LAYER.fullmatch(name)) and found[2] in COPIES
+                if (match := LAYER.fullmatch(name)) and match[2] in COPIES
             }
             self.notes.append(
-                f"{len(missing)} tensors that training does not know are the original's: {missing[0]} …"
+                f"{len(missing)} tensors that are not trained come from the original directory: "
+                f"{missing[0]} …"
             )
-        self.makes |= {unit: [unit[1]] for unit in passengers}
-        self.sizes |= {unit: tensor.nbytes for unit, tensor in passengers.items()}
-        further = getattr(skeleton.bridge.hf_config, "num_nextn_predict_layers", 0)
-        if further and not passengers and not any(name.startswith("mtp.") for name in made):
+        self.results |= {unit: [unit[1]] for unit in extra}
+        self.sizes |= {unit: tensor.nbytes for unit, tensor in extra.items()}
+        mtp_layers = getattr(meta_model.bridge.hf_config, "num_nextn_predict_layers", 0)
+        if mtp_layers and not extra and not any(name.startswith("mtp.") for name in split):
             self.notes.append(
-                f"without the {further} layers that predict further tokens: give --origin-hf-dir to have them"
+                f"the {mtp_layers} layers for multi-token prediction are missing: give "
+                "--origin-hf-dir to include them"
             )
 
     def read(self, part: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
-        """The tensors of these units."""
-        own = self._stored.read(
-            self._skeleton, [name for source, name in part if source == "model"]
-        )
-        found = {
-            each: tensor
-            for name, whole in own.items()
-            for each, tensor in self._skeleton.to_hf(name, whole).items()
+        """Return the Hugging Face tensors of these units."""
+
+        def names_from(wanted: str) -> list[str]:
+            return [name for source, name in part if source == wanted]
+
+        stored = self._stored.read(self._meta_model, names_from("model"))
+        tensors = {
+            hf_name: tensor
+            for name, full in stored.items()
+            for hf_name, tensor in self._meta_model.to_hf(name, full).items()
         }
-        found |= self._stored.read_passengers(
-            [name for source, name in part if source == "checkpoint"]
-        )
-        return found | {name: self._original(name) for source, name in part if source == "origin"}
+        tensors |= self._stored.read_extra(names_from("checkpoint"))
+        return tensors | {name: self._original(name) for name in names_from("origin")}
 
     def _original(self, name: str) -> torch.Tensor:
-        """A tensor of the original's; where it is a copy of a trained one, that one as it is
-        now."""
+        """Return a tensor of the original directory, or the trained tensor if it is a copy."""
         assert self._origin is not None
         copied = self._copies.get(name)
-        if copied not in self._maker:
+        if copied not in self._megatron_name:
             return self._origin.read(name)
-        maker = self._maker[copied]
-        return self._skeleton.to_hf(maker, self._stored.read(self._skeleton, [maker])[maker])[
-            copied
-        ]
+        trained = self._megatron_name[copied]
+        full = self._stored.read(self._meta_model, [trained])[trained]
+        return self._meta_model.to_hf(trained, full)[copied]
 
 
-def _others(weights: HfWeights, made_of: dict[str, list[str]], skeleton: Skeleton) -> list[str]:
-    """The directory's tensors that no tensor of Megatron's stands for (but not the copy of a tied
-    embedding)."""
-    known = {each for names in made_of.values() for each in names}
+def _extra_names(
+    weights: HfWeights, sources: dict[str, list[str]], meta_model: MetaModel
+) -> list[str]:
+    """Return the names of the directory's tensors that Megatron's model does not have.
+
+    The copy of a tied embedding is not among them.
+    """
+    known = {name for names in sources.values() for name in names}
     return [
         name
         for name in weights.names
-        if name not in known and not (skeleton.tied and name == "lm_head.weight")
+        if name not in known and not (meta_model.tied and name == "lm_head.weight")
     ]
 
 
-def _split(whole: list[Any], limit: int, size: Callable[[Any], int]) -> list[list[Any]]:
-    """In order, into parts of at most `limit`, or of one."""
+def _split(items: list[Any], limit: int, size: Callable[[Any], int]) -> list[list[Any]]:
+    """Split into consecutive parts of at most `limit`, or of one item."""
     parts: list[list[Any]] = [[]]
-    room = limit
-    for each in whole:
-        if parts[-1] and size(each) > room:
+    free = limit
+    for item in items:
+        if parts[-1] and size(item) > free:
             parts.append([])
-            room = limit
-        parts[-1].append(each)
-        room -= size(each)
+            free = limit
+        parts[-1].append(item)
+        free -= size(item)
     return parts
 
 
 @contextmanager
 def _model_files(folder: Path, origin: Path | None) -> Iterator[Path]:
-    """A directory with config.json and what belongs to it."""
+    """Yield a directory with config.json and the other small files of the model."""
     if origin is not None:
-        if not places.is_hf(origin):
+        if not checkpoint_paths.is_hf_directory(origin):
             raise ConfigError(
                 "not a Hugging Face directory", where="--origin-hf-dir", found=str(origin)
             )
@@ -313,19 +341,15 @@ def _model_files(folder: Path, origin: Path | None) -> Iterator[Path]:
         raise ConfigError(
             "this checkpoint carries no configuration of its model",
             where=str(folder),
-            do="name its directory: --origin-hf-dir",
+            do="give the model's directory: --origin-hf-dir",
         )
-    with tempfile.TemporaryDirectory(prefix="rlpipe-") as made:
-        hf_files.unpack(folder / hf_files.CARRIED, Path(made))
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="rlpipe-") as temporary:
+        hf_files.unpack(folder / hf_files.CARRIED, Path(temporary))
+        yield Path(temporary)
 
 
-def _has_weights(directory: Path) -> bool:
-    return any(directory.glob("*.safetensors"))
-
-
-def _said(hf_dir: Path) -> str:
-    """The dtype of config.json."""
+def _config_dtype(hf_dir: Path) -> str:
+    """Return the dtype of config.json."""
     path = hf_dir / "config.json"
     try:
         config: dict[str, Any] = {**json.loads(path.read_text())}
@@ -337,6 +361,9 @@ def _said(hf_dir: Path) -> str:
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(
-            "not a dtype of weights", where="--dtype", found=name, expected=" or ".join(DTYPES)
+            "unsupported dtype of weights",
+            where="--dtype",
+            found=name,
+            expected=" or ".join(DTYPES),
         )
     return getattr(torch, name)

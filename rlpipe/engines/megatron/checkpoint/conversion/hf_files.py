@@ -1,8 +1,9 @@
-"""A Hugging Face directory as files: its tensors one at a time, the small files that belong to a
-model, sharded safetensors.
+"""Read and write the files of a Hugging Face directory.
 
-FP8 weights with a scale per block (`…weight_scale_inv`, as DeepSeek ships them) are read as what
-they stand for. Not here: what the tensors mean (`skeleton`).
+`HfWeights` reads one tensor at a time. `small_files`, `pack`, `unpack` and `carry` handle
+configuration and tokenizer. `write_file` and `write_index` write safetensors. `different` compares
+two directories. FP8 weights with a scale per block (`…weight_scale_inv`, DeepSeek's format) are
+read dequantised.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rlpipe.engines.megatron.bridges.files import INDEX, SCALE, from_blocks
+from rlpipe.engines.megatron.bridges.weight_files import INDEX, SCALE_SUFFIX, from_blocks
 from rlpipe.errors import ConfigError, DataError
 
 CARRIED = "huggingface.zip"
-"""In a checkpoint's folder: the small files of the model's directory."""
+"""Archive in a checkpoint's folder with the small files of the model's directory."""
 _WEIGHTS = (
     ".safetensors",
     ".safetensors.index.json",
@@ -51,11 +52,13 @@ _DTYPES = {
 
 
 class HfWeights:
-    """The tensors of a directory's safetensors, by name. Raises: ConfigError if there are none,
-    DataError for a broken file."""
+    """The tensors of a directory's safetensors by name.
+
+    Raises: ConfigError if there are none; DataError for a broken file.
+    """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: of weights that are stored in FP8."""
+        """`dtype`: dtype of dequantised FP8 weights."""
         self._directory = Path(directory)
         self._dtype = dtype
         self._headers: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -67,7 +70,7 @@ class HfWeights:
             )
 
     def files(self) -> list[Path]:
-        """The safetensors files that make up the model: those of the index, if there is one."""
+        """Return the model's safetensors files: those of the index, if there is one."""
         index = self._directory / INDEX
         if not index.is_file():
             return sorted(self._directory.glob("*.safetensors"))
@@ -79,53 +82,57 @@ class HfWeights:
             raise DataError(
                 "not an index of safetensors", where=str(index), found=repr(error)
             ) from error
-        if elsewhere := [name for name in names if Path(name).name != name]:
+        if outside := [name for name in names if Path(name).name != name]:
             raise DataError(
                 "the index names a file of another directory",
                 where=str(index),
-                found=", ".join(elsewhere),
+                found=", ".join(outside),
             )
-        if absent := [name for name in names if not (self._directory / name).is_file()]:
+        if missing := [name for name in names if not (self._directory / name).is_file()]:
             raise ConfigError(
-                "the index names a file that is not there",
+                "the index names a file that does not exist",
                 where=str(index),
-                found=", ".join(absent),
+                found=", ".join(missing),
                 do="download it again",
             )
         return [self._directory / name for name in names]
 
     @cached_property
     def names(self) -> list[str]:
-        """Of all tensors but the scales of other ones."""
+        """Names of all tensors except the scales of FP8 weights."""
         return [
             name
             for name in self._headers
-            if not (name.endswith(SCALE) and name.removesuffix(SCALE) in self._headers)
+            if not (
+                name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._headers
+            )
         ]
 
     def __contains__(self, name: str) -> bool:
         return name in self._headers
 
     def meta(self, name: str) -> torch.Tensor:
-        """Shape and dtype of a tensor as it would be read, on the meta device."""
+        """Return a tensor as `read` would, on the meta device."""
         entry = self._headers[name][1]
-        dtype = self._dtype if f"{name}{SCALE}" in self._headers else _DTYPES[entry["dtype"]]
+        dtype = self._dtype if f"{name}{SCALE_SUFFIX}" in self._headers else _DTYPES[entry["dtype"]]
         return torch.empty(entry["shape"], dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in memory. Raises: DataError if there is none of that name, or it is FP8 in a
-        way that is not known."""
+        """Return one tensor in memory.
+
+        Raises: DataError if it is missing, or FP8 without scales.
+        """
         tensor = self._stored(name)
-        if f"{name}{SCALE}" not in self._headers:
+        if f"{name}{SCALE_SUFFIX}" not in self._headers:
             if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
                 raise DataError(
-                    "an FP8 weight without scales",
+                    "an FP8 weight has no scales",
                     where=str(self._directory),
                     found=name,
-                    expected=f"{name}{SCALE} beside it",
+                    expected=f"a tensor {name}{SCALE_SUFFIX}",
                 )
             return tensor
-        return from_blocks(tensor, self._stored(f"{name}{SCALE}")).to(self._dtype)
+        return from_blocks(tensor, self._stored(f"{name}{SCALE_SUFFIX}")).to(self._dtype)
 
     def _stored(self, name: str) -> torch.Tensor:
         if name not in self._headers:
@@ -141,36 +148,35 @@ class HfWeights:
 
 
 def small_files(directory: str | Path) -> list[Path]:
-    """Configuration, tokenizer, chat template, code: what belongs to a model beside its weights."""
-    found = (
-        path
-        for path in Path(directory).iterdir()
-        if path.is_file() and not path.name.startswith(".")
-    )
+    """Return the files of a model without its weights: configuration, tokenizer, template, code."""
     return sorted(
         path
-        for path in found
-        if not path.name.endswith((*_WEIGHTS, ".md")) and path.name != CARRIED
+        for path in Path(directory).iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith((*_WEIGHTS, ".md"))
+        and path.name != CARRIED
     )
 
 
 def pack(directory: str | Path, target: Path) -> None:
-    """The small files of a directory as an archive, the same bytes each time."""
+    """Write the small files of a directory as an archive, with reproducible bytes."""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in small_files(directory):
+            # A new ZipInfo has a fixed time stamp.
             archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 def unpack(archive: Path, directory: Path) -> None:
-    """The files of an archive of `pack`. Raises: DataError if it is none."""
+    """Extract an archive of `pack`. Raises: DataError if it is none."""
     try:
         with zipfile.ZipFile(archive) as opened:
             names = opened.namelist()
-            if strange := [name for name in names if Path(name).name != name]:
+            if paths := [name for name in names if Path(name).name != name]:
                 raise DataError(
                     "not an archive of a model's files",
                     where=str(archive),
-                    found=f"a path: {strange[0]}",
+                    found=f"a path: {paths[0]}",
                 )
             opened.extractall(directory)
     except zipfile.BadZipFile as error:
@@ -178,21 +184,20 @@ def unpack(archive: Path, directory: Path) -> None:
 
 
 def carry(directory: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy the small files; config.json then says the dtype that the weights have, and nothing of a
-    quantisation."""
+    """Copy the small files, and set config.json's dtype to that of unquantised weights."""
     for path in small_files(directory):
         shutil.copyfile(path, target / path.name)
     config = json.loads((target / "config.json").read_text())
-    said = dict(config)
-    wanted = str(dtype).removeprefix("torch.")
+    original = dict(config)
     config.pop("quantization_config", None)
-    config |= {key: wanted for key in ("torch_dtype", "dtype") if key in config}
-    if config != said:
+    dtype_name = str(dtype).removeprefix("torch.")
+    config |= {key: dtype_name for key in ("torch_dtype", "dtype") if key in config}
+    if config != original:
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def file_names(number: int) -> list[str]:
-    """As Hugging Face calls so many files."""
+    """Return Hugging Face's names of `number` safetensors files."""
     return (
         ["model.safetensors"]
         if number == 1
@@ -201,7 +206,7 @@ def file_names(number: int) -> list[str]:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One safetensors file, complete or not there."""
+    """Write one safetensors file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -212,27 +217,30 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_index(directory: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
-    """The index of more than one file. `files`: the tensors in each."""
+    """Write the index of more than one file. `files`: the tensors in each."""
     if len(files) == 1:
         return
-    places = {name: file for file, names in files.items() for name in names}
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    file_of = {name: file for file, names in files.items() for name in names}
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
     (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def different(first: str | Path, second: str | Path) -> Iterator[str]:
-    """What is not the same bits in two directories, a line each."""
-    one = HfWeights(first)
-    other = HfWeights(second)
-    for name in sorted({*one.names, *other.names}):
-        if name not in one or name not in other:
-            yield f"{name}: only in {first if name in one else second}"
-        elif not same_bits(a := one.read(name), b := other.read(name)):
-            yield f"{name}: {_short(a)} and {_short(b)}"
+    """Yield one line for each tensor that differs in two directories."""
+    weights = HfWeights(first)
+    other_weights = HfWeights(second)
+    for name in sorted({*weights.names, *other_weights.names}):
+        if name not in weights or name not in other_weights:
+            yield f"{name}: only in {first if name in weights else second}"
+            continue
+        tensor = weights.read(name)
+        other = other_weights.read(name)
+        if not same_bits(tensor, other):
+            yield f"{name}: {_summary(tensor)} and {_summary(other)}"
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal in shape, dtype and every bit."""
+    """True if both have equal shape, dtype and bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(
@@ -241,12 +249,15 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     )
 
 
-def _short(tensor: torch.Tensor) -> str:
+def _summary(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """A safetensors file's header: 8 bytes of length, then JSON."""
+    """Return the header of a safetensors file: 8 bytes of length, then JSON.
+
+    Raises: DataError for a broken header or a truncated file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -263,12 +274,12 @@ def _header(path: Path) -> dict[str, Any]:
                 + length
                 + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
             )
-            if strange := [
+            if invalid := [
                 entry
                 for entry in content.values()
                 if entry["dtype"] not in _DTYPES or not _is_shape(entry["shape"])
             ]:
-                raise ValueError(f"an entry {strange[0]}")
+                raise ValueError(f"an entry {invalid[0]}")
         except (
             ValueError,
             LookupError,

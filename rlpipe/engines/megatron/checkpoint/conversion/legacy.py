@@ -1,10 +1,8 @@
-"""Megatron's older `torch` format: a file for each model parallel rank, with the part of the model
-that this rank had.
+"""`LegacyCheckpoint`: read Megatron's older `torch` format, a file for each model parallel rank.
 
     iter_0000100/mp_rank_{tensor:02d}[_{pipeline:03d}][_{expert:03d}]/model_optim_rng.pt
 
-The files are mapped, not read: only the tensors that are asked for come into memory. Not here:
-writing it.
+The files are memory-mapped: only requested tensors use memory.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 # isort: split
 from megatron.core.safe_globals import register_safe_globals
 
-from rlpipe.engines.megatron.checkpoint.conversion.skeleton import Skeleton
+from rlpipe.engines.megatron.checkpoint.conversion.meta_model import MetaModel
 from rlpipe.errors import DataError
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -36,7 +34,7 @@ _NAMES = ("model_optim_rng.pt", "model_rng.pt")
 
 @dataclass
 class _Pieces:
-    """A tensor's parts, by tensor parallel rank."""
+    """The parts of a tensor by tensor parallel rank."""
 
     by_rank: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -46,19 +44,22 @@ class _Pieces:
 
 
 class LegacyCheckpoint:
-    """A folder with `mp_rank_…` folders, of any parallel layout. Raises: DataError if files are
-    missing or broken."""
+    """A folder with `mp_rank_…` folders, of any parallel layout.
 
-    passengers: dict[str, torch.Tensor]
+    Raises: DataError if files are missing or broken.
+    """
+
+    extra_tensors: dict[str, torch.Tensor]
+    """Always empty in this format."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.passengers = {}
+        self.extra_tensors = {}
         self.layout: dict[str, Any] = {}
-        found = [match for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+        matches = [match for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
         self._states = {
-            match: mapped(folder / match.group())
-            for match in sorted(found, key=lambda match: match.group())
+            match: rank_state(folder / match.group())
+            for match in sorted(matches, key=lambda match: match.group())
         }
         first: Any = next(iter(self._states.values()), {})
         self.args: Namespace | None = first.get("args")
@@ -66,117 +67,122 @@ class LegacyCheckpoint:
             name: int(getattr(self.args, f"{name}_model_parallel_size", 1) or 1)
             for name in ("pipeline", "expert")
         }
-        self._require_all()
+        self._require_all_ranks()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return next(
             pieces.in_order[0].dtype
             for name, pieces in self._tensors.items()
             if name.endswith("final_layernorm.weight")
         )
 
-    def read(self, skeleton: Skeleton, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """These tensors of the model, whole, in the model's dtype. Raises: DataError if they are
-        not there or do not fit."""
-        return {name: self._whole(skeleton, name) for name in names}
+    def read(self, meta_model: MetaModel, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these full tensors in the model's dtype.
 
-    def read_passengers(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """There are none in this format."""
+        Raises: DataError if a tensor is missing or has the wrong shape.
+        """
+        return {name: self._read_full(meta_model, name) for name in names}
+
+    def read_extra(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return nothing: this format has no extra tensors."""
         assert not names
         return {}
 
-    def _whole(self, skeleton: Skeleton, name: str) -> torch.Tensor:
-        theirs = skeleton.theirs[name]
-        expected = skeleton.tensors[name]
-        parameter: Any = skeleton.parameter(name)
-        pieces = self._tensors.get(name) or self._tensors.get(theirs)
+    def _read_full(self, meta_model: MetaModel, name: str) -> torch.Tensor:
+        mbridge_name = meta_model.mbridge_names[name]
+        expected = meta_model.tensors[name]
+        parameter: Any = meta_model.parameter(name)
+        pieces = self._tensors.get(name) or self._tensors.get(mbridge_name)
         if pieces is None:
             raise DataError(
-                "a weight is missing", where=str(self.folder), expected=f"{name} or {theirs}"
+                "a weight is missing", where=str(self.folder), expected=f"{name} or {mbridge_name}"
             )
         parts = pieces.in_order
         if len(parts) > 1 and getattr(parameter, "tensor_model_parallel", False):
-            bridge = skeleton.bridge
-            before = skeleton.bridge.mpu
-            bridge.mpu = replace(before, tp_size=len(parts), etp_size=len(parts))
+            bridge = meta_model.bridge
+            original = bridge.mpu
+            # mbridge merges by the sizes of the process groups. Show it those of the checkpoint.
+            bridge.mpu = replace(original, tp_size=len(parts), etp_size=len(parts))
             try:
-                whole = bridge._weight_merge_across_tp(theirs, parts, parameter)
+                full = bridge._weight_merge_across_tp(mbridge_name, parts, parameter)
             finally:
-                bridge.mpu = before
+                bridge.mpu = original
         else:
-            whole = parts[0]
-        if whole.shape != expected.shape and theirs in (
+            full = parts[0]
+        if full.shape != expected.shape and mbridge_name in (
             "embedding.word_embeddings.weight",
             "output_layer.weight",
         ):
-            whole = whole[: expected.shape[0]]
-        if whole.shape != expected.shape:
-            found = tuple(whole.shape)
-            fits = tuple(expected.shape)
+            # The checkpoint may have another padding of the vocabulary.
+            full = full[: expected.shape[0]]
+        if full.shape != expected.shape:
             raise DataError(
-                "a weight does not fit the model",
+                "a weight does not have the model's shape",
                 where=f"{self.folder}: {name}",
-                found=found,
-                expected=fits,
+                found=tuple(full.shape),
+                expected=tuple(expected.shape),
             )
-        return whole.to(expected.dtype, copy=True).contiguous()
+        return full.to(expected.dtype, copy=True).contiguous()
 
     @cached_property
     def _tensors(self) -> dict[str, _Pieces]:
-        """Every tensor by its name in the whole model."""
+        """Every tensor by its name in the full model."""
         tensors: dict[str, _Pieces] = {}
         for (first_layer, first_expert, rank), state in self._chunks():
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
-                    whole = _renumbered(name.removeprefix("module."), first_layer, first_expert)
-                    tensors.setdefault(whole, _Pieces()).by_rank.setdefault(rank, tensor)
+                    full_name = _renumbered(name.removeprefix("module."), first_layer, first_expert)
+                    tensors.setdefault(full_name, _Pieces()).by_rank.setdefault(rank, tensor)
         return tensors
 
     def _chunks(self) -> list[tuple[tuple[int, int, int], dict[str, Any]]]:
-        """(first layer, first expert, tensor parallel rank) of each part of the model, and its
-        state."""
-        found = []
+        """Return the state of each part of the model, with its place in the full model.
+
+        The place: (first layer, first expert, tensor parallel rank).
+        """
+        chunks = []
         first_layer = 0
-        chunks = {
+        keys = {
             key
             for state in self._states.values()
             for key in state
             if re.fullmatch(r"model\d*", key)
         }
-        virtual = sorted(chunks, key=lambda key: int(key.removeprefix("model") or 0))
-        for chunk in virtual:
+        # With virtual pipeline stages a rank has model0, model1, ... The layers of all ranks'
+        # model0 come first.
+        for key in sorted(keys, key=lambda key: int(key.removeprefix("model") or 0)):
             for stage in range(self._sizes["pipeline"]):
-                here = [
-                    (match, state[chunk])
+                of_stage = [
+                    (match, state[key])
                     for match, state in self._states.items()
                     if self._stage(match) == stage
                 ]
-                for match, state in here:
+                for match, state in of_stage:
                     experts = 1 + max(
                         (int(m[2]) for name in state if (m := _EXPERT.search(name))), default=-1
                     )
-                    found.append(
-                        ((first_layer, experts * self._expert(match), int(match[1])), state)
-                    )
+                    offsets = (first_layer, experts * self._expert_rank(match), int(match[1]))
+                    chunks.append((offsets, state))
                 first_layer += 1 + max(
-                    (int(m[1]) for name in here[0][1] if (m := _LAYER.match(name))), default=-1
+                    (int(m[1]) for name in of_stage[0][1] if (m := _LAYER.match(name))), default=-1
                 )
-        return found
+        return chunks
 
     def _stage(self, match: re.Match[str]) -> int:
         return int(match[2]) if self._sizes["pipeline"] > 1 else 0
 
-    def _expert(self, match: re.Match[str]) -> int:
+    def _expert_rank(self, match: re.Match[str]) -> int:
         if self._sizes["expert"] == 1:
             return 0
+        # Without pipeline parallelism the folder name has no pipeline number.
         return int(match[3] if self._sizes["pipeline"] > 1 else match[2])
 
-    def _require_all(self) -> None:
-        own: Any = self.args
+    def _require_all_ranks(self) -> None:
+        args: Any = self.args
         tensor = int(
-            getattr(own, "tensor_model_parallel_size", len({match[1] for match in self._states}))
+            getattr(args, "tensor_model_parallel_size", len({match[1] for match in self._states}))
         )
         expected = tensor * self._sizes["pipeline"] * self._sizes["expert"]
         if len(self._states) != expected or not self._states:
@@ -188,27 +194,30 @@ class LegacyCheckpoint:
             )
         if (
             self._sizes["expert"] > 1
-            and (getattr(own, "expert_tensor_parallel_size", None) or tensor) != tensor
+            and (getattr(args, "expert_tensor_parallel_size", None) or tensor) != tensor
         ):
+            # The folder names do not have the expert tensor parallel rank.
             raise DataError(
-                "experts that are divided otherwise than the rest cannot be told apart in this format",
+                "this format cannot represent a separate tensor parallel size of experts",
                 where=str(self.folder),
-                found=f"expert_tensor_parallel_size {own.expert_tensor_parallel_size} of {tensor}",
+                found=f"expert_tensor_parallel_size {args.expert_tensor_parallel_size} of {tensor}",
                 do="load it in its own layout: torchrun tools/convert_to_hf.py",
             )
 
 
-def mapped(folder: Path) -> dict[str, Any]:
-    """What a rank saved in this folder, its tensors in mapped memory. Raises: DataError."""
+def rank_state(folder: Path) -> dict[str, Any]:
+    """Return the state that a rank saved in this folder, memory-mapped. Raises: DataError."""
     register_safe_globals()
     path = next((folder / name for name in _NAMES if (folder / name).is_file()), None)
     if path is None:
-        raise DataError("no weights of a rank", where=str(folder), expected=" or ".join(_NAMES))
+        raise DataError(
+            "the folder of a rank has no weights", where=str(folder), expected=" or ".join(_NAMES)
+        )
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(
-            "a file of a checkpoint cannot be read", where=str(path), found=str(error)[:600]
+            "a checkpoint file cannot be read", where=str(path), found=str(error)[:600]
         ) from error
 
 

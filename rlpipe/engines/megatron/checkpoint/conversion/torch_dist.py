@@ -1,9 +1,10 @@
-"""Megatron's torch_dist format, a file's worth of tensors at a time: writing a model's weights, and
-reading any layout's.
+"""Weights in Megatron's torch_dist format, with one file's tensors in memory at a time.
 
-What a model's directory has beside what Megatron knows (the layers for predicting further tokens,
-buffers) is stored under its own name with the prefix `huggingface.`: passengers. Not here: whole
-states of a run (`engines.megatron.checkpoint.checkpoint`).
+`Writer` writes a checkpoint file by file. `Checkpoint` reads a checkpoint of any layout.
+
+Tensors of a Hugging Face directory that Megatron's model does not have (layers for multi-token
+prediction, buffers) are extra tensors. They are stored under their own names with the prefix
+`huggingface.`. `engines.megatron.checkpoint.checkpoint` handles the whole state of a run.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from rlpipe.engines.megatron.checkpoint.conversion.skeleton import Skeleton
+from rlpipe.engines.megatron.checkpoint.conversion.meta_model import MetaModel
 from rlpipe.errors import DataError
 
-PASSENGER = "huggingface."
+EXTRA_PREFIX = "huggingface."
 COMMON = "common.pt"
 _NUMBERED_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _WEIGHT = "decoder.final_layernorm.weight"
@@ -61,47 +62,52 @@ _WEIGHT = "decoder.final_layernorm.weight"
 
 @dataclass(frozen=True)
 class Unit:
-    """Something that is written at once: a Megatron tensor or a passenger."""
+    """A tensor that is written at once: of Megatron's model, or an extra tensor."""
 
     name: str
     shards: list[ShardedTensor]
     """On the meta device."""
-    passenger: bool = False
+    is_extra: bool = False
 
     @property
     def size_bytes(self) -> int:
         return sum(shard.data.nbytes for shard in self.shards if shard.data is not None)
 
 
-def units(skeleton: Skeleton, passengers: dict[str, torch.Tensor]) -> list[Unit]:
-    """What a checkpoint of this model holds, in the order of the model. `passengers`: on the meta
-    device."""
-    own = [Unit(name, skeleton.shards(name, tensor)) for name, tensor in skeleton.tensors.items()]
+def units(meta_model: MetaModel, extra_tensors: dict[str, torch.Tensor]) -> list[Unit]:
+    """Return the tensors of a checkpoint of this model, in the order of the model.
+
+    `extra_tensors`: on the meta device.
+    """
+    own = [
+        Unit(name, meta_model.shards(name, tensor)) for name, tensor in meta_model.tensors.items()
+    ]
     return own + [
-        Unit(name, [_whole(name, tensor)], passenger=True) for name, tensor in passengers.items()
+        Unit(name, [_extra_shard(name, tensor)], is_extra=True)
+        for name, tensor in extra_tensors.items()
     ]
 
 
 class Writer:
-    """Writes a checkpoint's folder a file at a time; what a process before has finished is kept.
+    """Writes a checkpoint's folder a file at a time. Files of an interrupted process are kept.
 
-    `files`: which units go into which file. `read`: makes a unit's tensor, in memory.
+    `files`: the units of each file. `read`: returns a unit's tensor, in memory.
     """
 
     def __init__(
         self,
         folder: Path,
-        skeleton: Skeleton,
+        meta_model: MetaModel,
         files: Sequence[Sequence[Unit]],
         read: Callable[[Unit], torch.Tensor],
     ):
         self._folder = folder
-        self._skeleton = skeleton
+        self._meta_model = meta_model
         self._read = read
         self._planner = _Planner(self._tensor)
         self._storage = FileSystemWriter(folder)
         self._storage.set_up_storage_writer(True)
-        self._objects = {each.unique_key: each.data for each in skeleton.objects}
+        self._objects = {each.unique_key: each.data for each in meta_model.objects}
         objects = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
         tensors = [[_item(shard) for unit in units for shard in unit.shards] for units in files]
         plans = [
@@ -110,7 +116,7 @@ class Writer:
         ]
         plans, self._metadata = self._planner.create_global_plan(plans)
         self._plans = self._storage.prepare_global_plan(plans)
-        places = [
+        shard_keys = [
             (shard.key, tuple(shard.global_offset))
             for units in files
             for unit in units
@@ -122,11 +128,13 @@ class Writer:
             for unit in units
             for number in range(len(unit.shards))
         ]
-        self._owners = dict(zip(places, owners, strict=True))
+        self._owners = dict(zip(shard_keys, owners, strict=True))
+        """(key, offset) of a shard → its unit, and its number in the unit."""
         self._current: tuple[Unit, list[ShardedTensor]] | None = None
+        """The unit in memory: the shards of a unit are written one after the other."""
 
     def write(self, number: int) -> bool:
-        """Write one of the files, unless it is there: was it written now?"""
+        """Write one of the files. True if it was written now, False if it existed."""
         done = self._folder / f"file-{number}.done"
         if done.exists():
             return False
@@ -138,7 +146,7 @@ class Writer:
         return True
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Describe the files, once all are there."""
+        """Write the checkpoint's metadata after all files are written."""
         records = [self._folder / f"file-{number}.done" for number in range(len(self._plans))]
         self._storage.finish(
             self._metadata, [pickle.loads(record.read_bytes()) for record in records]
@@ -159,9 +167,9 @@ class Writer:
             self._current = None
             tensor = self._read(unit)
             shards = (
-                [_whole(unit.name, tensor)]
-                if unit.passenger
-                else self._skeleton.shards(unit.name, tensor)
+                [_extra_shard(unit.name, tensor)]
+                if unit.is_extra
+                else self._meta_model.shards(unit.name, tensor)
             )
             self._current = unit, shards
         shard = self._current[1][number]
@@ -172,7 +180,7 @@ class Writer:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner, whose tensors are made when they are written."""
+    """torch's planner with tensors that are made when they are written."""
 
     def __init__(self, tensor: Callable[[WriteItem], torch.Tensor | io.BytesIO]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -183,8 +191,10 @@ class _Planner(DefaultSavePlanner):
 
 
 class Checkpoint:
-    """A folder in torch_dist format, whoever wrote it and however it was divided. Raises: DataError
-    if it cannot be read."""
+    """A folder in torch_dist format, of any parallel layout.
+
+    Raises: DataError if it cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -208,100 +218,106 @@ class Checkpoint:
 
     @property
     def args(self) -> Namespace | None:
-        """The arguments that were stored with it."""
+        """The arguments that are stored in the checkpoint."""
         return self.common.get("args")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights. Raises: DataError if this is no language model of Megatron's."""
+        """Dtype of the weights. Raises: DataError if this is not a Megatron language model."""
         entry = self._stored.state_dict_metadata.get(_WEIGHT)
         if not isinstance(entry, TensorStorageMetadata):
             raise DataError(
-                "no weights of a language model", where=str(self.folder), expected=_WEIGHT
+                "the checkpoint has no weights of a language model",
+                where=str(self.folder),
+                expected=_WEIGHT,
             )
         return entry.properties.dtype
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How it was laid out, for `Skeleton`."""
-        described = {
+        """Content metadata that `MetaModel` needs to name the stored tensors."""
+        layout = {
             key: value
             for key, value in (self.common.get("content_metadata") or {}).items()
             if key != "dp_cp_group"
         }
         if any(_NUMBERED_LAYER.match(name) for name in self._stored.state_dict_metadata):
-            described["non_homogeneous_layers"] = True
-        return described
+            layout["non_homogeneous_layers"] = True
+        return layout
 
     @property
-    def passengers(self) -> dict[str, torch.Tensor]:
-        """By Hugging Face name, on the meta device."""
+    def extra_tensors(self) -> dict[str, torch.Tensor]:
+        """The extra tensors by Hugging Face name, on the meta device."""
         return {
-            name.removeprefix(PASSENGER): torch.empty(
+            name.removeprefix(EXTRA_PREFIX): torch.empty(
                 entry.size, dtype=entry.properties.dtype, device="meta"
             )
             for name, entry in self._stored.state_dict_metadata.items()
-            if name.startswith(PASSENGER) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(EXTRA_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
 
-    def read(self, skeleton: Skeleton, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """These tensors of the model, whole, in the model's dtype. Raises: DataError if they are
-        not there or do not fit."""
-        places = {
-            name: skeleton.place(name, torch.empty_like(skeleton.tensors[name], device="cpu"))
+    def read(self, meta_model: MetaModel, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these full tensors in the model's dtype.
+
+        Raises: DataError if a tensor is missing or has the wrong shape.
+        """
+        sharded = {
+            name: meta_model.sharded(name, torch.empty_like(meta_model.tensors[name], device="cpu"))
             for name in names
         }
         built = {
-            name: place.build() if isinstance(place, ShardedTensorFactory) else place
-            for name, place in places.items()
+            name: tensor.build() if isinstance(tensor, ShardedTensorFactory) else tensor
+            for name, tensor in sharded.items()
         }
         self._fill([shard for each in built.values() for shard in nested_values({"": each})])
-        return {name: _merged(places[name], each) for name, each in built.items()}
+        return {name: _merged(sharded[name], each) for name, each in built.items()}
 
-    def read_passengers(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """These passengers."""
-        found = self.passengers
-        shards = {name: _whole(name, torch.empty_like(found[name], device="cpu")) for name in names}
+    def read_extra(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these extra tensors."""
+        extra = self.extra_tensors
+        shards = {
+            name: _extra_shard(name, torch.empty_like(extra[name], device="cpu")) for name in names
+        }
         self._fill([*shards.values()])
         return {name: shard.data for name, shard in shards.items() if shard.data is not None}
 
     def _fill(self, shards: list[ShardedTensor]) -> None:
-        """Read what is stored, in whatever pieces, into the shards' tensors."""
+        """Read the stored pieces into the shards' tensors."""
         targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         items: list[ReadItem] = []
         for shard in shards:
             entry = self._stored.state_dict_metadata.get(shard.key)
             chunk = _chunk(shard)
-            if not isinstance(entry, TensorStorageMetadata) or not _fits(shard, entry):
+            if not isinstance(entry, TensorStorageMetadata) or not _has_shape(shard, entry):
                 raise DataError(
                     "the checkpoint does not hold this model's weights",
                     where=f"{self.folder}: {shard.key}",
                     found=tuple(entry.size)
                     if isinstance(entry, TensorStorageMetadata)
-                    else "nothing of that name",
+                    else "no tensor of this name",
                     expected=tuple(shard.global_shape),
-                    do="give the directory of the model that it was made of: --origin-hf-dir",
+                    do="give the directory of the checkpoint's model: --origin-hf-dir",
                 )
             assert shard.data is not None
             targets[shard.key, tuple(shard.global_offset)] = shard.data.view(chunk.sizes)
-            found = create_read_items_for_chunk_list(shard.key, entry, [chunk])
-            if sum(math.prod(item.lengths) for item in found) != math.prod(chunk.sizes):
+            pieces = create_read_items_for_chunk_list(shard.key, entry, [chunk])
+            if sum(math.prod(item.lengths) for item in pieces) != math.prod(chunk.sizes):
                 raise DataError(
                     "pieces of a weight are missing", where=f"{self.folder}: {shard.key}"
                 )
-            items += found
+            items += pieces
         try:
             self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise DataError(
-                "a file of a checkpoint cannot be read",
+                "a checkpoint file cannot be read",
                 where=str(self.folder),
                 found=str(error)[:600],
             ) from error
 
 
 class _Targets(DefaultLoadPlanner):
-    """torch's planner, told where each piece goes."""
+    """torch's planner with the given target tensors."""
 
     def __init__(self, targets: dict[tuple[str, tuple[int, ...]], torch.Tensor]) -> None:
         super().__init__()
@@ -318,15 +334,15 @@ class _Targets(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
 
 
-def _merged(place: Any, built: Any) -> torch.Tensor:
-    if not isinstance(place, ShardedTensorFactory):
+def _merged(sharded: Any, built: Any) -> torch.Tensor:
+    if not isinstance(sharded, ShardedTensorFactory):
         return built.data
     pieces: Any = dict_list_map_outplace(lambda shard: shard.data, built)
-    return place.merge_fn(pieces)
+    return sharded.merge_fn(pieces)
 
 
-def _fits(shard: ShardedTensor, entry: TensorStorageMetadata) -> bool:
-    """Vocabularies may be stored with padding at their end."""
+def _has_shape(shard: ShardedTensor, entry: TensorStorageMetadata) -> bool:
+    """True if the stored tensor has the shard's global shape, or a padded vocabulary of it."""
     stored = tuple(entry.size)
     ours = tuple(shard.global_shape)
     return stored == ours or (
@@ -341,8 +357,8 @@ def _chunk(shard: ShardedTensor) -> ChunkStorageMetadata:
     )
 
 
-def _whole(name: str, tensor: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(f"{PASSENGER}{name}", tensor)
+def _extra_shard(name: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(f"{EXTRA_PREFIX}{name}", tensor)
 
 
 def _item(shard: ShardedTensor) -> WriteItem:

@@ -1,4 +1,4 @@
-"""What is drawn after a checkpoint was loaded (rlpipe.engines.megatron.randomness)."""
+"""What is drawn after a checkpoint was loaded (rlpipe.engines.megatron.reproducibility)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import randomness
+from rlpipe.engines.megatron import reproducibility
 from rlpipe.engines.megatron.checkpoint import checkpoint
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import apart
@@ -26,7 +26,7 @@ def drawn() -> tuple[float, ...]:
 def test_it_is_what_would_have_been_drawn_after_it_was_saved_or_in_another_split_of_the_world_after_the_seed(
     models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made = randomness.sharded
+    made = reproducibility.sharded_random_state
 
     def of_two_tensor_parallel_ranks() -> Any:
         mine = made()
@@ -40,7 +40,7 @@ def test_it_is_what_would_have_been_drawn_after_it_was_saved_or_in_another_split
         wanted = drawn()
         ours.load_checkpoint(tmp_path)
         assert drawn() == wanted != first
-        monkeypatch.setattr(randomness, "sharded", of_two_tensor_parallel_ranks)
+        monkeypatch.setattr(reproducibility, "sharded_random_state", of_two_tensor_parallel_ranks)
         ours.load_checkpoint(tmp_path)
         assert drawn() == first
 

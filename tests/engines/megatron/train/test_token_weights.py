@@ -1,4 +1,4 @@
-"""What a step's tokens are weighted with (rlpipe.engines.megatron.train.weights)."""
+"""What a step's tokens are weighted with (rlpipe.engines.megatron.train.token_weights)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.algorithms import LossConfig
-from rlpipe.engines.megatron.train.weights import prepare
+from rlpipe.engines.megatron.train.token_weights import step_weights
 
 FAR = [[0.0, 3.0], [0.0], [0.0, -3.0, 0.0]]
 """Log-ratios of proximal to behaviour."""
@@ -32,21 +32,21 @@ def everything() -> np.ndarray:
 
 
 def test_tokens_of_other_steps_weigh_nothing():
-    found = prepare(three(), np.array([0, 2]), LossConfig())
+    found = step_weights(three(), np.array([0, 2]), LossConfig())
     assert found.weight.tolist() == pytest.approx([0.25, 0.25, 0, 0.25, 0.25, 0])
     assert found.factor is None
     assert found.metrics == {}
 
 
 def test_samples_of_one_rollout_share_a_denominator_and_count_once():
-    found = prepare(three([0, 1, 0]), everything(), LossConfig())
+    found = step_weights(three([0, 1, 0]), everything(), LossConfig())
     assert found.weight.tolist() == pytest.approx([1 / 8, 1 / 8, 1 / 2, 1 / 8, 1 / 8, 0])
 
 
 def test_rejected_tokens_shrink_the_gradient_unless_it_is_renormalised():
-    shrinking = prepare(three(), everything(), LossConfig(use_rs=True))
+    shrinking = step_weights(three(), everything(), LossConfig(use_rs=True))
     assert shrinking.weight.tolist() == pytest.approx([1 / 6, 0, 1 / 3, 1 / 6, 0, 0])
-    whole = prepare(three(), everything(), LossConfig(use_rs=True, renormalize_rejected=True))
+    whole = step_weights(three(), everything(), LossConfig(use_rs=True, renormalize_rejected=True))
     assert whole.weight.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3, 0, 0])
     assert whole.metrics["rs_rejectfrac"] == pytest.approx(1 / 3), (
         "of the tokens before any was rejected"
@@ -54,7 +54,7 @@ def test_rejected_tokens_shrink_the_gradient_unless_it_is_renormalised():
 
 
 def test_the_mean_weight_and_the_share_that_was_cut_are_logged():
-    found = prepare(three(), everything(), LossConfig(use_tis=True, tis_clip_low=0.5))
+    found = step_weights(three(), everything(), LossConfig(use_tis=True, tis_clip_low=0.5))
     assert found.factor is not None
     assert found.factor.tolist() == pytest.approx([1, 2, 1, 1, 0.5, 1])
     assert found.metrics["tis"] == pytest.approx((1 + np.exp(3) + 2 + 1 + np.exp(-3)) / 6)
@@ -63,7 +63,7 @@ def test_the_mean_weight_and_the_share_that_was_cut_are_logged():
 
 def test_a_step_is_normalised_by_its_own_mean():
     loss = LossConfig(use_tis=True, tis_batch_normalize=True)
-    found = prepare(three(), np.array([0, 1]), loss)
+    found = step_weights(three(), np.array([0, 1]), loss)
     assert found.factor is not None
     assert found.factor[:3].tolist() == pytest.approx([0.75, 1.5, 0.75])
 
@@ -82,7 +82,7 @@ def test_functions_of_the_user_are_asked_once_per_step(tmp_path: Path):
         custom_tis_function_path=f"{hook}:correct",
         custom_pg_loss_reducer_function_path=f"{hook}:reducer",
     )
-    found = prepare(three(), np.array([0, 2]), loss, "args")
+    found = step_weights(three(), np.array([0, 2]), loss, "args")
     assert found.policy_weight is not None
     assert found.factor is not None
     assert found.factor.tolist() == [0.5, 0.5, 0, 0.5, 0.5, 0.5]

@@ -1,12 +1,11 @@
-"""Dense GLM-4: GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1. mbridge has none.
+"""Dense families that need their own bridge: Llama 3 to 3.3, and GLM-4 (9B-0414, 32B-0414, Z1).
 
-Against Qwen2: the outputs of attention and MLP are normalised before they are added, half of a
-head's features turn with the position (in pairs of neighbours), and gate and up projection are one
-matrix in the checkpoint.
+mbridge treats every `rope_scaling` of a Llama as linear and does not tie embeddings. mbridge has no
+dense GLM-4. A GLM-4 differs from Qwen2: the outputs of attention and MLP are normalised before they
+are added, half of a head's features are rotated (in pairs of neighbours), and gate and up
+projection are one matrix in the checkpoint:
 
     h = h + norm(attention(norm(h)));  h = h + norm(mlp(norm(h)))
-
-Not here: the older GLM-4-9B (`chatglm`), and GLM-4.5's experts (`experts`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
 from mbridge.core import LLMBridge, register_model
+from mbridge.models.llama import LLaMABridge
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
+from rlpipe.engines.megatron.bridges.hf_config import rope_of
 from rlpipe.engines.megatron.model.layers import (
     Attention,
     FeedForward,
@@ -30,11 +31,38 @@ from rlpipe.engines.megatron.model.layers import (
     require_own,
 )
 
+
+def _tie_output_layer(bridge: Any) -> None:
+    if getattr(bridge.hf_config, "tie_word_embeddings", False):
+        bridge._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+
+
+@register_model("llama")
+class Llama(LLaMABridge):
+    """mbridge's bridge with stretched rotations and tied embeddings."""
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        rope = rope_of(self.hf_config)
+        arguments = LLMBridge._get_gptmodel_args(self)
+        if rope.get("rope_type") == "linear":
+            arguments["seq_len_interpolation_factor"] = rope["factor"]
+        if rope.get("rope_type") == "llama3":
+            arguments |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        return arguments
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        _tie_output_layer(self)
+
+    def _get_hf_shared_weight_keys(self) -> list[str]:
+        tied = getattr(self.hf_config, "tie_word_embeddings", False)
+        return ["model.embed_tokens.weight"] if tied else []
+
+
 _LAYER = "model.layers.{layer_number}"
 
 
 class AttentionThenNorm(Attention):
-    """Self-attention with a norm of what it adds."""
+    """Self-attention with a norm of its output."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
@@ -49,7 +77,7 @@ class AttentionThenNorm(Attention):
 
 
 class FeedForwardThenNorm(FeedForward):
-    """An MLP with a norm of what it adds."""
+    """An MLP with a norm of its output."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -68,22 +96,22 @@ class FeedForwardThenNorm(FeedForward):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> Any:
-        """Megatron's MLP asks each of its parts for one, and torch's norms have none."""
+        # Megatron's MLP calls this method of each of its parts, and torch's norms do not have it.
         norm = self._modules.pop("post_layernorm")
         assert norm is not None
         try:
-            found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         finally:
             self._modules["post_layernorm"] = norm
         group: Any = self.tp_group
-        return found | sharded_state_dict_default(
+        return state | sharded_state_dict_default(
             norm, f"{prefix}post_layernorm.", sharded_offsets, metadata, tp_group=group
         )
 
 
 @register_model("glm4")
 class Glm4(LLMBridge):
-    """The names and settings of a dense GLM-4."""
+    """Weight names and settings of a dense GLM-4."""
 
     _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
         "self_attention.linear_proj.weight": [f"{_LAYER}.self_attn.o_proj.weight"],
@@ -114,12 +142,11 @@ class Glm4(LLMBridge):
         return {**super()._get_gptmodel_args(), "rotary_percent": hf_config.partial_rotary_factor}
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        if getattr(self.hf_config, "tie_word_embeddings", False):
-            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+        _tie_output_layer(self)
 
     @staticmethod
     def adapted(block: Any) -> Any:
-        """A stage's layers as `layers.block_spec` makes them, with the norms of outputs."""
+        """Replace attention and MLP of `layers.block_spec` by those with a norm of the output."""
         for layer in distinct_layers(block):
             require_own("self_attention", layer.submodules.self_attention.module, Attention)
             require_own("mlp", layer.submodules.mlp, FeedForward)

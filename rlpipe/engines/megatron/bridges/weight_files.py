@@ -1,12 +1,9 @@
-"""The tensors of a Hugging Face directory, one at a time: by name from whichever file holds them,
-FP8 made whole.
+"""`WeightFiles`: the tensors of a Hugging Face directory by name, for mbridge.
 
-FP8 as DeepSeek-V3 has it (`quant_method: fp8`, blocks of 128 × 128): a matrix in e4m3 beside its
-float32 factors,
+FP8 weights of DeepSeek-V3's format (`quant_method: fp8`, blocks of 128 × 128) are dequantised: an
+e4m3 matrix has a tensor of float32 scales,
 
     weight[i, j] = e4m3[i, j] · weight_scale_inv[i // 128, j // 128]
-
-Not here: the names of Megatron's parameters, and writing (`export`).
 """
 
 from __future__ import annotations
@@ -27,17 +24,18 @@ from rlpipe.errors import ConfigError
 from rlpipe.model_dir import check_files
 
 BLOCK = 128
-SCALE = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 INDEX = "model.safetensors.index.json"
 
 
 class WeightFiles(SafeTensorIO):
-    """A directory's safetensors. Files stay mapped, not read: what one answer holds is what was
-    asked for."""
+    """A directory's safetensors. Files are memory-mapped: only requested tensors use memory."""
 
     def __init__(self, directory: str) -> None:
-        """Reads the index, or the names in every file. Raises: ConfigError if there are no
-        weights."""
+        """Read the index, or the names in every file.
+
+        Raises: ConfigError if there are no weights.
+        """
         check_files(Path(directory), "model")
         super().__init__(directory)
         self._folder = Path(directory)
@@ -52,18 +50,21 @@ class WeightFiles(SafeTensorIO):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all tensors but the factors of quantised ones."""
-        return [name for name in self._file_of if not self._is_factor(name)]
+        """Names of all tensors except the scales of FP8 weights."""
+        return [name for name in self._file_of if not self._is_scale(name)]
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, torch.Tensor]:
-        """Tensors by name, on the CPU; quantised ones in bf16. Raises: ConfigError naming those
-        that are not there."""
+        """Return tensors by name, on the CPU; FP8 weights in bf16.
+
+        Raises: ConfigError with the names of missing tensors.
+        """
         missing = [name for name in hf_weight_names if name not in self._file_of]
         if missing:
+            first = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
             raise ConfigError(
                 "weights are missing",
                 where=str(self._folder),
-                found=f"{len(self._file_of)} tensors without {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",
+                found=f"{len(self._file_of)} tensors without {first}",
                 expected="all weights of the model that config.json describes",
             )
         return {name: self._tensor(name) for name in hf_weight_names}
@@ -72,19 +73,19 @@ class WeightFiles(SafeTensorIO):
         tensor = self._stored(name)
         if tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        if f"{name}{SCALE}" not in self._file_of:
+        if f"{name}{SCALE_SUFFIX}" not in self._file_of:
             raise ConfigError(
-                "a matrix in FP8 has no factors",
+                "an FP8 weight has no scales",
                 where=f"{self._folder}: {name}",
-                expected=f"{name}{SCALE}",
+                expected=f"{name}{SCALE_SUFFIX}",
             )
-        return from_blocks(tensor, self._stored(f"{name}{SCALE}")).to(torch.bfloat16)
+        return from_blocks(tensor, self._stored(f"{name}{SCALE_SUFFIX}")).to(torch.bfloat16)
 
     def _stored(self, name: str) -> torch.Tensor:
         return self._opened(self._file_of[name]).get_tensor(name)
 
-    def _is_factor(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._file_of
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._file_of
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:
@@ -97,9 +98,11 @@ class WeightFiles(SafeTensorIO):
             try:
                 self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
             except SafetensorError as error:
-                where = str(self._folder / file)
                 raise ConfigError(
-                    "not a safetensors file", where=where, found=error, do="download it again"
+                    "not a safetensors file",
+                    where=str(self._folder / file),
+                    found=error,
+                    do="download it again",
                 ) from error
         return self._open[file]
 
@@ -111,7 +114,9 @@ class WeightFiles(SafeTensorIO):
 
 
 def from_blocks(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] e4m3 and float32 [ceil(rows / 128), ceil(columns / 128)] → [rows, columns]
-    float32."""
-    factors = scale_inv.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return weight.float() * factors[: weight.shape[0], : weight.shape[1]]
+    """Return the float32 values [rows, columns] of an FP8 weight.
+
+    Shapes: weight [rows, columns] e4m3; scale_inv [ceil(rows / 128), ceil(columns / 128)].
+    """
+    scales = scale_inv.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight.float() * scales[: weight.shape[0], : weight.shape[1]]

@@ -1,7 +1,6 @@
-"""What every optimizer step ends with, whichever model takes it: metrics of all ranks, Adam, the
-schedule.
+"""The end of every optimizer step: metrics of all ranks, Adam and the schedule.
 
-Not here: losses (`step`, `critic`).
+Policy and critic share `summed_metrics` and `update`.
 """
 
 from __future__ import annotations
@@ -12,26 +11,28 @@ from typing import Any
 import torch
 
 from rlpipe.engines.megatron import platform
-from rlpipe.engines.megatron.groups import speaks_for_its_samples
-from rlpipe.engines.megatron.model.build import Trained
+from rlpipe.engines.megatron.model.build import TrainedModel
+from rlpipe.engines.megatron.process_groups import reports_token_results
 from rlpipe.errors import TrainerError
 
 
-def summed(kept: list[torch.Tensor], names: tuple[str, ...]) -> dict[str, float]:
-    """Metrics of an optimizer step: `kept` ([number of names] of each micro-batch of this rank)
-    summed over micro-batches and ranks. Collective."""
+def summed_metrics(outputs: list[torch.Tensor], names: tuple[str, ...]) -> dict[str, float]:
+    """Sum the metrics of a step over micro-batches and ranks. Collective.
+
+    `outputs`: one tensor [number of names] for each micro-batch of this rank.
+    """
     total = torch.zeros(len(names), dtype=torch.float32, device=platform.device())
-    if speaks_for_its_samples():
-        total += torch.stack(kept).sum(0)
+    if reports_token_results():
+        total += torch.stack(outputs).sum(0)
     torch.distributed.all_reduce(total)
     return dict(zip(names, total.tolist(), strict=True))
 
 
-def update(trained: Trained, where: str) -> dict[str, float]:
-    """One step of optimizer and schedule: `grad_norm` before clipping, and the `lr` it was taken
-    with. Collective.
+def update(trained: TrainedModel, where: str) -> dict[str, float]:
+    """Step optimizer and schedule once. Collective.
 
-    Raises: TrainerError if a gradient is not finite.
+    Returns `grad_norm` before clipping and the `lr` of the step. Raises: TrainerError if a gradient
+    is not finite.
     """
     learning_rate = max(group["lr"] for group in trained.optimizer.param_groups)
     outcome: Any = trained.optimizer.step()

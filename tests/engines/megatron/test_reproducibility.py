@@ -10,7 +10,7 @@ import torch
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron import determinism
+from rlpipe.engines.megatron import reproducibility
 from rlpipe.errors import ConfigError, TrainerError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import engine, make_batch
@@ -56,7 +56,7 @@ def replay(
 def switched_back():
     """Other tests run with the switch off."""
     yield
-    determinism.switch(False)
+    reproducibility.set_deterministic(False)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -83,7 +83,7 @@ def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_ba
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.deterministic
     assert ours.trained.bridge.config.deterministic_mode
-    assert determinism.ENVIRONMENT.items() <= dict(os.environ).items()
+    assert reproducibility.ENVIRONMENT.items() <= dict(os.environ).items()
     ours.close()
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     assert not torch.are_deterministic_algorithms_enabled()
@@ -94,15 +94,15 @@ def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_ba
 def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(
     monkeypatch, switched_back
 ):
-    monkeypatch.setattr(determinism.platform, "CUDA_FOUND", True)
-    monkeypatch.setattr(determinism, "_had_another_engine", False)
+    monkeypatch.setattr(reproducibility.platform, "CUDA_FOUND", True)
+    monkeypatch.setattr(reproducibility, "_used_nondeterministic_cuda", False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    determinism.switch(True)
+    reproducibility.set_deterministic(True)
     assert os.environ["NCCL_ALGO"] == "Ring"
-    determinism.switch(False)
+    reproducibility.set_deterministic(False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     with pytest.raises(TrainerError, match="NCCL_ALGO"):
-        determinism.switch(True)
+        reproducibility.set_deterministic(True)
 
 
 def test_the_switch_is_one_key_and_not_megatron_s(models):

@@ -1,7 +1,6 @@
-"""What an optimizer step's tokens are weighted with, fixed before anything is packed: the same on
-every rank.
+"""`step_weights`: the weight of every token in an optimizer step, fixed before packing.
 
-Not here: the losses that are weighted (`algorithms.objective`), packing and ranks (`step`).
+The weights are equal on every rank.
 """
 
 from __future__ import annotations
@@ -14,44 +13,46 @@ import numpy as np
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.importance import Correction, correct
 from rlpipe.algorithms.reduction import token_weights
-from rlpipe.batch.packing import BatchColumns, gather_index
+from rlpipe.batch.columns import BatchColumns, gather_index
 from rlpipe.config.algorithms import LossConfig
 
 
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """What is fixed for an optimizer step before anything is packed: [R] each, 0 for tokens of
-    other steps."""
+    """Weights of an optimizer step: arrays [R] of the whole batch, 0 for other steps' tokens."""
 
-    samples: np.ndarray
-    """int64, ascending."""
     weight: np.ndarray
+    """Weight of each token's loss in the sum."""
     policy_weight: np.ndarray | None
+    """Weight of the surrogate, from a custom reducer. None: `weight`."""
     factor: np.ndarray | None
+    """Off-policy factor, with `use_tis`."""
     metrics: dict[str, float]
-    """Of the correction."""
+    """Metrics of the off-policy correction."""
 
 
-def prepare(
+def step_weights(
     batch: BatchColumns, samples: np.ndarray, loss: LossConfig, hook_args: Any = None
 ) -> StepWeights:
-    """Weights and off-policy factors of the step that trains these samples (int64, ascending).
+    """Return weights and off-policy factors of the step that trains these samples.
 
-    Raises: DataError if a function of the user answers what it must not.
+    `samples`: int64, ascending. Raises: DataError if a user function returns a wrong result.
     """
     index = gather_index(batch.response_offsets, samples)
     part = batch.select(samples)
     correction = _correction(part, loss, hook_args)
+    # Rejected tokens leave the denominator only with `renormalize_rejected`.
     counted = part.loss_mask * correction.kept if loss.renormalize_rejected else part.loss_mask
     kept = None if loss.renormalize_rejected else correction.kept
-    aggregation = {
-        "per_token": loss.calculate_per_token_loss,
-        "constant_length": loss.constant_length,
-    }
 
     def weights(mask: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
         return token_weights(
-            mask, part.response_lengths, **aggregation, rollout=part.rollouts, kept=kept
+            mask,
+            part.response_lengths,
+            per_token=loss.calculate_per_token_loss,
+            constant_length=loss.constant_length,
+            rollout=part.rollouts,
+            kept=kept,
         )
 
     averaged = weights(part.loss_mask, None).astype(np.float64)
@@ -65,15 +66,14 @@ def prepare(
             num_rollouts=len(np.unique(part.rollouts)),
         )
     return StepWeights(
-        samples=samples,
-        weight=_spread(weights(counted, kept), index, batch),
-        policy_weight=None if policy is None else _spread(policy, index, batch),
-        factor=_spread(correction.factor, index, batch) if loss.use_tis else None,
+        weight=_scattered(weights(counted, kept), index, batch),
+        policy_weight=None if policy is None else _scattered(policy, index, batch),
+        factor=_scattered(correction.factor, index, batch) if loss.use_tis else None,
         metrics={name: float(averaged @ column) for name, column in correction.metrics.items()},
     )
 
 
-def _spread(values: np.ndarray, index: np.ndarray, batch: BatchColumns) -> np.ndarray:
+def _scattered(values: np.ndarray, index: np.ndarray, batch: BatchColumns) -> np.ndarray:
     result = np.zeros(batch.num_response_tokens, np.float32)
     result[index] = values
     return result
@@ -82,17 +82,18 @@ def _spread(values: np.ndarray, index: np.ndarray, batch: BatchColumns) -> np.nd
 def _correction(part: BatchColumns, loss: LossConfig, hook_args: Any) -> Correction:
     if not loss.corrects:
         return Correction(np.ones(part.num_response_tokens), np.ones(part.num_response_tokens))
-    proximal = part.proximal_log_probs
-    behaviour = part.rollout_log_probs
-    assert proximal is not None
-    assert behaviour is not None
+    proximal_log_probs = part.proximal_log_probs
+    rollout_log_probs = part.rollout_log_probs
+    assert proximal_log_probs is not None
+    assert rollout_log_probs is not None
     if not (path := loss.custom_tis_function_path):
-        return correct(proximal, behaviour, part.loss_mask, part.response_lengths, loss)
+        lengths = part.response_lengths
+        return correct(proximal_log_probs, rollout_log_probs, part.loss_mask, lengths, loss)
     return custom.custom_correction(
         custom.load("custom_tis_function_path", path),
         hook_args,
-        proximal=part.split(proximal),
-        behaviour=part.split(behaviour),
+        proximal_log_probs=part.split(proximal_log_probs),
+        rollout_log_probs=part.split(rollout_log_probs),
         masks=part.split(part.loss_mask),
         total_lengths=part.lengths,
     )

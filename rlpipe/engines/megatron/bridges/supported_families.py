@@ -1,0 +1,315 @@
+"""`FAMILIES`: the model types that the trainer computes, with their keys, values and rules.
+
+Each entry was decided by comparing the log-probs of a tiny model in the trainer and in transformers
+(`tests/engines/megatron/bridges/test_supported.py`). `supported` checks a config.json against this
+table. This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Problem = tuple[str, Any, str]
+"""(key, value found, expected value)."""
+Rule = Callable[[Mapping[str, Any]], Iterator[Problem]]
+"""Takes config.json with the defaults of its family."""
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text as a set."""
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True)
+class Family:
+    """The keys and values of config.json that the bridge of one model type supports."""
+
+    reads: frozenset[str] = frozenset()
+    """Keys that this bridge reads, in addition to those of every bridge."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Key → the values that are computed as in transformers. A missing key has transformers'
+    default."""
+    ropes: tuple[str, ...] = ("default",)
+    """Supported types of rotation."""
+    rules: tuple[Rule, ...] = ()
+    """Checks of several keys together."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' defaults of the keys that a rule reads."""
+
+
+def check_full_attention(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of all families: every layer has full attention, or a window without effect."""
+    kinds = set(config.get("layer_types") or ())
+    supported = {"full_attention"}
+    if _window_hides_nothing(config):
+        supported.add("sliding_attention")
+    if kinds - supported:
+        yield "layer_types", sorted(kinds), "layer_types: 'full_attention' alone"
+
+
+def _check_window_by_layer(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of Qwen2, Qwen3, Qwen2-MoE: layers from `max_window_layers` on have the window.
+
+    `layer_types` takes precedence.
+    """
+    if (
+        config.get("layer_types") is None
+        and config["max_window_layers"] < config["num_hidden_layers"]
+    ):
+        yield from _check_window_of_all_layers(config)
+
+
+def _check_window_of_all_layers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of Qwen3-MoE: `use_sliding_window` gives every layer the window.
+
+    `max_window_layers` has no effect.
+    """
+    if config.get("use_sliding_window"):
+        yield from _check_window(config, "use_sliding_window", "false")
+
+
+def _check_mixtral_window(config: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from _check_window(config, "sliding_window", "null")
+
+
+def _check_window(config: Mapping[str, Any], name: str, off: str) -> Iterator[Problem]:
+    window = config.get("sliding_window")
+    longest = config["max_position_embeddings"]
+    if window is not None and not _window_hides_nothing(config):
+        found = (
+            config[name]
+            if name == "sliding_window"
+            else f"{config[name]!r}, with sliding_window {window!r}"
+        )
+        yield (
+            name,
+            found,
+            f"{name}: {off}, or a window of max_position_embeddings ({longest}) at least",
+        )
+
+
+def _window_hides_nothing(config: Mapping[str, Any]) -> bool:
+    """True if the window is as long as the longest context."""
+    window = config.get("sliding_window")
+    longest = config.get("max_position_embeddings")
+    return isinstance(window, int) and isinstance(longest, int) and window >= longest
+
+
+def _check_sigmoid_normalisation(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check the normalisation of a sigmoid router.
+
+    Megatron's weights sum to 1 exactly if the router chooses more than one expert.
+    """
+    chosen = config["num_experts_per_tok"]
+    normalised = bool(config["norm_topk_prob"])
+    if normalised != (chosen > 1):
+        found = f"{config['norm_topk_prob']!r}, with num_experts_per_tok {chosen}"
+        expected = "true" if chosen > 1 else "false"
+        yield (
+            "norm_topk_prob",
+            found,
+            f"norm_topk_prob: {expected} (weights of several experts sum to 1)",
+        )
+
+
+def _check_softmax_normalisation(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check the normalisation of a softmax router.
+
+    Megatron refuses to normalise the weight of a single expert, which would always be 1.
+    """
+    if config["norm_topk_prob"] and config["num_experts_per_tok"] == 1:
+        yield (
+            "num_experts_per_tok",
+            1,
+            "num_experts_per_tok: 2 or more, if weights are normalised",
+        )
+
+
+def _check_expert_groups(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check the groups of experts.
+
+    Megatron ranks groups by their best k // topk_group experts, the models by their best two.
+    """
+    groups = config["n_group"] or 1
+    best = config["topk_group"] or 1
+    chosen = config["num_experts_per_tok"]
+    if best < groups and chosen // best != 2:
+        found = f"{chosen}, with topk_group {best} of n_group {groups}"
+        yield "num_experts_per_tok", found, f"num_experts_per_tok: {2 * best}, twice topk_group"
+
+
+def _check_experts_in_all_layers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of Qwen: all layers have experts."""
+    if config.get("mlp_only_layers"):
+        yield "mlp_only_layers", config["mlp_only_layers"], "mlp_only_layers: []"
+    if config["decoder_sparse_step"] != 1:
+        yield "decoder_sparse_step", config["decoder_sparse_step"], "decoder_sparse_step: 1"
+
+
+def _check_dense_layers_first(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of GLM-4.7-Flash: some dense layers, then only layers with experts.
+
+    transformers reads the list `mlp_layer_types`, not the number `first_k_dense_replace`.
+    """
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (
+        config["num_hidden_layers"] - 1
+    )
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if dense == len(kinds) or set(kinds[dense:]) != {"sparse"} or set(kinds[:dense]) - {"dense"}:
+        yield "mlp_layer_types", kinds, "mlp_layer_types: 'dense' layers, then 'sparse' layers"
+    elif config.get("first_k_dense_replace", dense) != dense:
+        yield (
+            "first_k_dense_replace",
+            config["first_k_dense_replace"],
+            f"first_k_dense_replace: {dense}, as in mlp_layer_types",
+        )
+
+
+def _check_some_layer_has_experts(config: Mapping[str, Any]) -> Iterator[Problem]:
+    if config["first_k_dense_replace"] > config["num_hidden_layers"]:
+        found = config["first_k_dense_replace"]
+        most = config["num_hidden_layers"]
+        yield (
+            "first_k_dense_replace",
+            found,
+            f"first_k_dense_replace: at most num_hidden_layers, {most}",
+        )
+
+
+def _check_latent_head_sizes(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check sizes that follow from other sizes. transformers' `head_dim` is the rotation's."""
+    rotated = config["qk_rope_head_dim"]
+    unrotated = config["qk_nope_head_dim"]
+    for name, size in (("head_dim", rotated), ("qk_head_dim", rotated + unrotated)):
+        if config.get(name) not in (None, size):
+            yield name, config[name], f"{name}: {size}, or no such key"
+
+
+_WINDOWS = words("max_window_layers sliding_window use_sliding_window")
+_QWEN_EXPERTS = words(
+    "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts_per_tok"
+)
+_EXPERT_COUNTS = words("num_experts num_local_experts")
+_SIGMOID_EXPERTS = words("""
+    first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts
+    norm_topk_prob num_experts_per_tok num_local_experts routed_scaling_factor topk_group
+""")
+_LATENT = words("kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim")
+_LATENT_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (None, True),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+_WINDOW_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_hidden_layers": 32,
+}
+_QWEN_EXPERTS_DEFAULTS = {
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "max_position_embeddings": 32768,
+}
+_LATENT_RULES = (_check_sigmoid_normalisation, _check_expert_groups, _check_latent_head_sizes)
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(
+        reads=_SIGMOID_EXPERTS | _LATENT,
+        only=_LATENT_ONLY,
+        ropes=("default", "yarn"),
+        rules=(*_LATENT_RULES, _check_some_layer_has_experts),
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "topk_group": 4,
+        },
+    ),
+    "glm4": Family(reads=words("attention_bias partial_rotary_factor")),
+    "glm4_moe": Family(
+        reads=_SIGMOID_EXPERTS | words("attention_bias partial_rotary_factor use_qk_norm"),
+        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        rules=(_check_sigmoid_normalisation, _check_expert_groups, _check_some_layer_has_experts),
+        defaults={
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 46,
+            "topk_group": 1,
+        },
+    ),
+    "glm4_moe_lite": Family(
+        reads=_SIGMOID_EXPERTS | _LATENT | {"mlp_layer_types"},
+        only=_LATENT_ONLY,
+        ropes=("default", "yarn"),
+        rules=(*_LATENT_RULES, _check_dense_layers_first),
+        defaults={
+            "n_group": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 47,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "topk_group": 1,
+        },
+    ),
+    "llama": Family(
+        only={"attention_bias": (None, False), "mlp_bias": (None, False)},
+        ropes=("default", "linear", "llama3"),
+    ),
+    "mixtral": Family(
+        reads=_EXPERT_COUNTS | words("num_experts_per_tok sliding_window"),
+        only={"router_jitter_noise": (None, 0)},
+        rules=(_check_mixtral_window, _check_softmax_normalisation),
+        defaults={
+            "max_position_embeddings": 131072,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen2": Family(
+        reads=_WINDOWS,
+        only={"attention_bias": (None, False, True), "qkv_bias": (None, True)},
+        rules=(_check_window_by_layer,),
+        defaults=_WINDOW_DEFAULTS,
+    ),
+    "qwen2_moe": Family(
+        reads=_WINDOWS
+        | _QWEN_EXPERTS
+        | _EXPERT_COUNTS
+        | words("qkv_bias shared_expert_intermediate_size"),
+        rules=(_check_window_by_layer, _check_softmax_normalisation, _check_experts_in_all_layers),
+        defaults={
+            **_WINDOW_DEFAULTS,
+            **_QWEN_EXPERTS_DEFAULTS,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+        },
+    ),
+    "qwen3": Family(
+        reads=_WINDOWS,
+        only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
+        rules=(_check_window_by_layer,),
+        defaults=_WINDOW_DEFAULTS,
+    ),
+    "qwen3_moe": Family(
+        reads=_WINDOWS | _QWEN_EXPERTS | _EXPERT_COUNTS,
+        only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
+        rules=(
+            _check_window_of_all_layers,
+            _check_softmax_normalisation,
+            _check_experts_in_all_layers,
+        ),
+        defaults={**_QWEN_EXPERTS_DEFAULTS, "num_experts_per_tok": 8},
+    ),
+}
+"""transformers' model type → its support."""

@@ -1,0 +1,171 @@
+"""Process groups of a training rank: torch.distributed and Megatron's parallel state.
+
+`open_groups` joins the ranks and `close_groups` leaves them. A process holds one set of groups at a
+time and may open another after `close_groups`. `MegatronRank` is the base of the policy's and the
+critic's ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlpipe.config.train import ParallelConfig, TrainConfig
+from rlpipe.engines.megatron import platform, reproducibility
+from rlpipe.errors import ConfigError, TrainerError
+from rlpipe.system.rendezvous import gloo_at, tcp_store
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+
+class MegatronRank:
+    """Base of one rank. Call `_join` before anything else and `_leave` at the end."""
+
+    def _join(
+        self,
+        train: TrainConfig,
+        *,
+        where: str,
+        rank: int,
+        world_size: int,
+        master: tuple[str, int],
+        threads: int,
+        deterministic: bool,
+        timeout_s: float,
+    ) -> None:
+        """Join the other ranks at `master`, in the layout of `train.parallel`.
+
+        `where`: the key of the layout, for errors. Raises: ConfigError if the ranks do not divide;
+        TrainerError if this process is a rank already.
+        """
+        self._train = train
+        self._data_parallel = data_parallel_size(train.parallel, world_size, where=where)
+        reproducibility.set_deterministic(deterministic)
+        platform.claim_device(rank, threads)
+        open_groups(
+            train.parallel,
+            rank=rank,
+            world_size=world_size,
+            master=master,
+            timeout_s=timeout_s,
+            seed=train.seed,
+        )
+
+    def _leave(self) -> None:
+        """Leave all process groups and release unused device memory."""
+        close_groups()
+        # Megatron keeps the replay objects of every router that this process ever made.
+        RouterReplay.clear_global_router_replay_instances()
+        gc.collect()
+        if platform.CUDA_FOUND:
+            torch.cuda.empty_cache()
+
+    @property
+    def data_parallel(self) -> int:
+        """Data parallel ranks, for `rlpipe.batch.packing.plan`. Not collective."""
+        return self._data_parallel
+
+    @property
+    def max_tokens(self) -> int:
+        """Packed tokens of a micro-batch over all context parallel ranks. Not collective.
+
+        An argument of `rlpipe.batch.packing.plan`.
+        """
+        return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int, *, where: str) -> int:
+    """Return the number of data parallel ranks.
+
+    Raises: ConfigError, with the key `where`, if the ranks do not divide into model replicas.
+    """
+    if world_size % parallel.model_ranks:
+        raise ConfigError(
+            "the ranks do not divide into model replicas",
+            where=where,
+            found=f"{world_size} ranks",
+            expected=f"a multiple of TP × PP × CP = {parallel.model_ranks}",
+        )
+    return world_size // parallel.model_ranks
+
+
+def open_groups(
+    parallel: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    master: tuple[str, int],
+    timeout_s: float,
+    seed: int,
+) -> None:
+    """Join `world_size` ranks at `master` (host, port; rank 0 listens there).
+
+    `timeout_s`: deadline of every collective. Raises: TrainerError if this process already holds
+    groups.
+    """
+    if dist.is_initialized():
+        raise TrainerError(
+            "this process is already a training rank",
+            where=f"trainer/rank {rank}",
+            do="close the other engine first",
+        )
+    timeout = timedelta(seconds=timeout_s)
+    # Under torchrun its agent already listens at this address.
+    listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    with gloo_at(master[0]):
+        rendezvous = tcp_store(
+            *master, listens=listens, timeout=timeout, world_size=world_size, wait=True
+        )
+        dist.init_process_group(
+            platform.backend(), store=rendezvous, rank=rank, world_size=world_size, timeout=timeout
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        )
+    reproducibility.seed_all(seed)
+
+
+def close_groups() -> None:
+    """Leave all groups. Do nothing if none are open."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        _drop_group_references()
+
+
+def _drop_group_references() -> None:
+    """Drop Megatron-core's references to closed groups.
+
+    Each gloo group that stays alive has three threads, and one of them wakes 100 times a second.
+    """
+    for name, value in [*vars(parallel_state).items()]:
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    # Rotary embeddings hold groups, and the caches of their methods keep the embeddings alive.
+    for kind in (RotaryEmbedding, *RotaryEmbedding.__subclasses__()):
+        for method in vars(kind).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
+
+
+def reports_token_results() -> bool:
+    """True on the rank of each model replica that reports per-token results.
+
+    That is tensor parallel rank 0 of the last pipeline stage.
+    """
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
