@@ -163,7 +163,7 @@ def test_a_process_whose_parent_is_killed_stays_in_the_family_and_is_ended():
         assert kill_now(psutil.Process(parent.pid))
         assert parent.wait() == -signal.SIGKILL
     assert grandchild.pid in {process.pid for process in family.look()}
-    family.end(spared=others)
+    family.end(kept=others)
     assert not runs(grandchild)
 
 

@@ -1,9 +1,8 @@
 """`make chaos`:  python -m tests.soak.chaos --minutes 60 --seed 0 --s 0 --s 2 --home runs/chaos
 
-Runs a real stack (S3 and Prefect servers, the train flow with its actors and engines), kills
-processes in chosen stages, and shows at the end that every batch was trained once. Writes
-`{home}/summary.json`; exit code 1 if anything is violated. Ctrl-C ends it early, with the proof of
-what there is.
+Run a real stack (S3 and Prefect servers, the train flow with its actors and engines), kill
+processes in chosen stages, and prove at the end that every batch was trained once. Writes
+`{home}/summary.json`; exit code 1 for a violation. Ctrl-C ends the soak early and still proves.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from tools.local_prefect import keep_caches_in
 
 
 def main() -> int:
-    """Soak each layout in turn, prove, report. Exit codes: 0 all is well, 1 something is violated,
-    2 bad input."""
+    """Soak each layout, prove, report. Exit codes: 0 no violation, 1 a violation, 2 bad input."""
     arguments = parse_arguments()
     home = Path(arguments.home).absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -46,7 +44,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     keep_caches_in(home)
-    over = Stop()
+    over = StopRequest()
     family = Family()
     results: list[tuple[Soak, Proof]] = []
     try:
@@ -73,23 +71,23 @@ def main() -> int:
 
 
 def layout_of(s: int, arguments: argparse.Namespace) -> Layout:
-    """A run of its own for each S, also where an earlier soak left some."""
+    """Return a layout with a new run name, so earlier soaks are not continued."""
     name = f"s{s}-{datetime.now():%m%d-%H%M%S}"
     return Layout(
         name, s, arguments.ranks, arguments.engines, arguments.worker, tuple(arguments.overrides)
     )
 
 
-def is_over(asked: Callable[[], bool], end_s: float) -> bool:
-    """Is the time up, or did somebody ask to end?"""
-    return asked() or time.monotonic() > end_s
+def is_over(requested: Callable[[], bool], end_s: float) -> bool:
+    """True if the time is up or a person asked to end."""
+    return requested() or time.monotonic() > end_s
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.chaos",
-        description="Kill processes of a real run, and see that nothing is lost.",
+        description="Kill processes of a real run and prove that nothing is lost.",
     )
     parser.add_argument(
         "--minutes",
@@ -97,12 +95,14 @@ def parse_arguments() -> argparse.Namespace:
         default=60.0,
         help="for all layouts together, without the proof at the end",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of victims and moments")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the choice of victims and moments"
+    )
     parser.add_argument(
         "--s", type=int, action="append", help="async_buffer_size; may be repeated (default: 0)"
     )
-    parser.add_argument("--home", default="runs/chaos", help="where everything is kept")
-    parser.add_argument("--hits", type=int, default=3, help="enough for a victim and stage")
+    parser.add_argument("--home", default="runs/chaos", help="folder for all files")
+    parser.add_argument("--hits", type=int, default=3, help="hits for each victim and stage")
     parser.add_argument("--victims", nargs="+", default=list(TITLES), choices=list(TITLES))
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=list(STAGES))
     parser.add_argument("--pairs", nargs="+", default=[], metavar="victim@stage", help="these only")
@@ -114,7 +114,10 @@ def parse_arguments() -> argparse.Namespace:
         help="through a Prefect worker, each iteration a flow run of its own",
     )
     parser.add_argument(
-        "--stuck-s", type=float, default=120.0, help="no commit for so long after a kill is stuck"
+        "--stuck-s",
+        type=float,
+        default=120.0,
+        help="seconds without a commit after which a run is stuck",
     )
     parser.add_argument(
         "--set",
@@ -129,19 +132,19 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-class Stop:
-    """The first Ctrl-C or SIGTERM asks to end; a second Ctrl-C interrupts."""
+class StopRequest:
+    """End the soak at the first Ctrl-C or SIGTERM; interrupt at a second Ctrl-C."""
 
     def __init__(self) -> None:
-        self._asked = False
-        signal.signal(signal.SIGINT, self._ask)
-        signal.signal(signal.SIGTERM, self._ask)
+        self._requested = False
+        signal.signal(signal.SIGINT, self._request)
+        signal.signal(signal.SIGTERM, self._request)
 
     def __call__(self) -> bool:
-        return self._asked
+        return self._requested
 
-    def _ask(self, *_: Any) -> None:
-        self._asked = True
+    def _request(self, *_: Any) -> None:
+        self._requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -154,7 +157,7 @@ def soak(
     arguments: argparse.Namespace,
     over: Callable[[], bool],
 ) -> tuple[Soak, Proof]:
-    """Soak one layout until `over`, stop it, and look at what it left in the store."""
+    """Soak one layout until `over`, stop it, and prove what it left in the store."""
     stack = Stack(home, layout, servers, family)
     files = Files(stack.root)
     ledger = Ledger(files)
@@ -173,15 +176,13 @@ def soak(
     finally:
         stack.stop()
     servers.wait_ready()
-    soak.say(
-        f"stopped after {soak.watch.newest + 1} iterations and {len(soak.hits)} hits; looking at what is stored"
-    )
+    iterations = soak.watch.newest + 1
+    soak.say(f"stopped after {iterations} iterations and {len(soak.hits)} hits; checking the store")
     return soak, prove(files, layout.run, ledger, partial(replay_branch, home=home))
 
 
 def write_summary(home: Path, results: list[tuple[Soak, Proof]]) -> dict[str, Any]:
-    """`{home}/summary.json`: a row per S, victim and stage, every hit, and the proof of each
-    run."""
+    """Write `{home}/summary.json`: a row per S, victim and stage, all hits, a proof per run."""
     by_s = [(soak.stack.layout.s, soak, proof) for soak, proof in results]
     hits = [hit for _, soak, _ in by_s for hit in soak.hits]
     counts = {s: (len(proof.lost), len(proof.twice)) for s, _, proof in by_s}
@@ -209,14 +210,14 @@ def write_summary(home: Path, results: list[tuple[Soak, Proof]]) -> dict[str, An
 
 
 def problems(soak: Soak, proof: Proof) -> list[str]:
-    """What is violated, in words."""
+    """Return the violations as sentences."""
     found = [
         f"stuck after {hit.victim}@{hit.stage} in iteration {hit.iteration}"
         for hit in soak.hits
         if hit.stuck
     ]
     found += (
-        [f"the flow does not go on; its last end: {soak.stack.exits[-1:]}"] if soak.dead else []
+        [f"the flow does not continue; its last end: {soak.stack.exits[-1:]}"] if soak.dead else []
     )
     found += [] if soak.hits else ["nothing was hit"]
     found += proof.findings + proof.lost + [f"{group} was trained twice" for group in proof.twice]
@@ -227,18 +228,15 @@ def problems(soak: Soak, proof: Proof) -> list[str]:
 
 
 def report(home: Path, results: list[tuple[Soak, Proof]]) -> int:
-    """Print the table and what is violated; the exit code."""
+    """Print the table and the violations; return the exit code."""
     summary = write_summary(home, results)
     print(table(summary["rows"]))
     for run in summary["runs"]:
-        replay = run["proof"]["replay"]
-        print(
-            f"{run['run']}: {run['proof']['iterations']} iterations, {run['proof']['shards_seen']} shards seen, replay {replay}"
-        )
+        proof = run["proof"]
+        counts = f"{proof['iterations']} iterations, {proof['shards_seen']} shards seen"
+        print(f"{run['run']}: {counts}, replay {proof['replay']}")
         if run["short"]:
-            print(
-                f"{run['run']}: {len(run['short'])} pairs of victim and stage were hit less often than asked"
-            )
+            print(f"{run['run']}: {len(run['short'])} pairs of victim and stage have too few hits")
     for problem in summary["violated"]:
         print(f"VIOLATED {problem}", file=sys.stderr)
     print(f"see {home}/summary.json")

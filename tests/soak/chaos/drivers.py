@@ -1,8 +1,4 @@
-"""Who runs the train flow, and starts it again: this process (`InProcess`), or a Prefect worker and
-a person (`ThroughWorker`).
-
-Not here: when it is started again (`stack`).
-"""
+"""Start the train flow, and start it again: `InProcess` as a child, `ThroughWorker` in Prefect."""
 
 from __future__ import annotations
 
@@ -20,41 +16,41 @@ import psutil
 from tests.soak.chaos.prefect_api import FINAL, PrefectApi
 from tests.soak.chaos.processes import Family
 
-RECIPE = "tools/chaos/recipe.yaml"
+RECIPE = "tests/soak/chaos/recipe.yaml"
 INTERRUPT_TIMEOUT_S = 60.0
 POOL = "chaos"
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 REPORTED_AFTER_S = 20.0
-"""A worker reports a crash twice, up to 11 s apart; and a flow run whose process and worker both
-died is never reported."""
+"""A worker reports a crash twice, up to 11 s apart. A flow run without process and worker is never
+reported."""
 RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 
 
 class Driver(Protocol):
-    """Runs the train flow. `begin` starts it, or starts it again."""
+    """Runs the train flow. `begin` starts it or starts it again."""
 
     restart_after_s: tuple[float, ...]
 
     def begin(self) -> None: ...
 
     def tick(self) -> None:
-        """Keep alive what is not the flow itself."""
+        """Restart everything but the flow itself."""
 
     def ended(self) -> str | None:
-        """How it ended; None while it runs."""
+        """Return how the flow ended; None while it runs."""
         ...
 
     def process(self) -> psutil.Process | None:
-        """Where the train flow runs."""
+        """Return the process of the train flow."""
         ...
 
     def workers(self) -> list[psutil.Process]: ...
     def interrupt(self) -> None:
-        """Ask it to end, and wait for that a while."""
+        """Ask the flow to end, and wait for a while."""
 
 
 class InProcess:
-    """`python -m tools.train` as a child of this process; a person who starts it again."""
+    """`python -m tools.train` as a child process that a supervisor starts again."""
 
     restart_after_s = (1.0, 2.0, 5.0, 10.0)
 
@@ -64,7 +60,7 @@ class InProcess:
         self._log = log
 
     def begin(self) -> None:
-        """Start it."""
+        """Start the flow."""
         with self._log.open("ab") as log:
             self._flow = subprocess.Popen(
                 [sys.executable, "-m", "tools.train", *self._arguments],
@@ -77,7 +73,7 @@ class InProcess:
             )
 
     def tick(self) -> None:
-        """Nothing else to keep alive."""
+        """Do nothing: the flow is the only process."""
 
     def ended(self) -> str | None:
         code = self._flow.poll()
@@ -90,7 +86,7 @@ class InProcess:
         return []
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Send Ctrl-C."""
         if self._flow.poll() is None:
             os.killpg(self._flow.pid, signal.SIGINT)
             try:
@@ -101,8 +97,10 @@ class InProcess:
 
 
 class ThroughWorker:
-    """A flow run of the deployment `train/train` in a worker; a supervisor restarts the worker, a
-    person presses Retry."""
+    """A flow run of the deployment `train/train` in a worker.
+
+    A supervisor restarts the worker; a person presses Retry.
+    """
 
     restart_after_s = (REPORTED_AFTER_S,)
 
@@ -118,9 +116,10 @@ class ThroughWorker:
         self._parameters = parameters
         self._environment = {**os.environ, **environment}
         self._log = log
-        self._family, self._api = family, PrefectApi(url)
+        self._family = family
+        self._api = PrefectApi(url)
         self._run: str | None = None
-        self._looked_s = 0.0
+        self._polled_s = 0.0
         self._state = "PENDING"
         self._gone_s = 0.0
         apply = [sys.executable, "-m", "deployments.apply", "--pool", POOL, "--home", str(home)]
@@ -128,8 +127,10 @@ class ThroughWorker:
         self._worker = self._start_worker()
 
     def begin(self) -> None:
-        """Start a flow run, or retry the one there is. A server that does not answer is asked again
-        by the next `tick`s."""
+        """Start a flow run, or retry the existing one.
+
+        If the server does not answer, the next `tick` tries again.
+        """
         try:
             if self._run is None:
                 self._run = self._api.run_deployment("train/train", self._parameters)
@@ -141,15 +142,15 @@ class ThroughWorker:
             self._state = "CRASHED"
 
     def tick(self) -> None:
-        """A worker that died is started again."""
+        """Start the worker again if it died."""
         if self._worker.poll() is not None:
             self._worker = self._start_worker()
 
     def ended(self) -> str | None:
-        """How its flow run ended; also if its process is gone and nobody said so for a while."""
-        if self._run is None or time.monotonic() - self._looked_s < LOOK_INTERVAL_S:
+        """Return how the flow run ended, also if its process is gone without a report."""
+        if self._run is None or time.monotonic() - self._polled_s < POLL_INTERVAL_S:
             return self._state if self._state in FINAL else None
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
         try:
             self._state, name = self._api.state(self._run)
         except OSError:
@@ -165,7 +166,7 @@ class ThroughWorker:
         )
 
     def process(self) -> psutil.Process | None:
-        """The process whose environment names the flow run."""
+        """Return the process whose environment names the flow run."""
         for process in self._family.named(("flow-run", "prefect.engine", "prefect.flow_engine")):
             try:
                 if process.environ().get(RUN_VARIABLE) == self._run:
@@ -178,12 +179,12 @@ class ThroughWorker:
         return [psutil.Process(self._worker.pid)] if self._worker.poll() is None else []
 
     def interrupt(self) -> None:
-        """Cancel; then end the worker."""
+        """Cancel the flow run, then end the worker."""
         until = time.monotonic() + INTERRUPT_TIMEOUT_S
         if self._run is not None and self.ended() is None:
             self._api.cancel(self._run)
         while self._run is not None and self.ended() is None and time.monotonic() < until:
-            time.sleep(LOOK_INTERVAL_S)
+            time.sleep(POLL_INTERVAL_S)
         self._worker.kill()
         self._worker.wait()
 

@@ -1,9 +1,9 @@
-"""What a hit cost, and the table of all of them. Pure: times in, figures out.
+"""Cost of each hit, and the table of all hits. Pure functions of times.
 
-    lost time   of a hit in iteration k = (commit k+1 − commit k−1) − 2 × an undisturbed iteration, not less than 0
-    training    again = from the kill to the end of the next training − an undisturbed training, not less than 0
+    recovery_s         commit k+1 − commit k−1 − 2 × undisturbed iteration, ≥ 0; hit in iteration k
+    training_again_s   from the kill to the end of the next training − undisturbed training, ≥ 0
 
-Two iterations, because many a death is noticed only by who needs the process next.
+Two iterations, because a death is often noticed only when the process is needed next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass
 class Hit:
-    """One kill, and what came of it. Times in seconds since the epoch."""
+    """One kill and its effects. Times in seconds since 1970."""
 
     s: int
     victim: str
@@ -29,20 +29,19 @@ class Hit:
     training_again_s: float | None = None
     stuck: bool = False
     flow_restarts: int = 0
-    """Times the flow process had to be started again (beside being the victim)."""
+    """Restarts of the flow process, without the one of a hit on the flow itself."""
     failures: list[str] = field(default_factory=list)
-    """Stages that failed because of it, with the error's name."""
+    """Stages that failed after the kill, with the name of the error."""
 
 
 def undisturbed_s(commits: Mapping[int, float], quiet: Collection[int]) -> float | None:
-    """Median seconds between the commits of these iterations and of those before them; None without
-    any."""
+    """Return the median seconds of these iterations, from commit to commit; None without any."""
     times = [commits[k] - commits[k - 1] for k in quiet if k in commits and k - 1 in commits]
     return statistics.median(times) if times else None
 
 
 def recovery_s(commits: Mapping[int, float], iteration: int, undisturbed: float) -> float | None:
-    """Seconds lost by a hit in this iteration; None if one of the commits is not known."""
+    """Return the seconds that a hit in this iteration cost; None without both commits."""
     if not {iteration - 1, iteration + 1} <= set(commits):
         return None
     return max(0.0, commits[iteration + 1] - commits[iteration - 1] - 2 * undisturbed)
@@ -51,8 +50,10 @@ def recovery_s(commits: Mapping[int, float], iteration: int, undisturbed: float)
 def rows(
     hits: Iterable[Hit], lost: Mapping[int, int], twice: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """A row per S, victim and stage. `lost` and `twice` are of a whole run (by S): they belong to
-    no single hit."""
+    """Return a row per S, victim and stage.
+
+    `lost` and `twice` count for a whole run (by S) and belong to no single hit.
+    """
     by_pair: dict[tuple[int, str, str], list[Hit]] = {}
     for hit in hits:
         by_pair.setdefault((hit.s, hit.victim, hit.stage), []).append(hit)
@@ -74,12 +75,12 @@ def rows(
 
 
 def as_record(hit: Hit) -> dict[str, Any]:
-    """A hit as JSON."""
+    """Return a hit as JSON."""
     return asdict(hit)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows, for a terminal."""
+    """Return the rows as text for a terminal."""
     if not rows:
         return "no hits"
     columns = list(rows[0])

@@ -1,7 +1,4 @@
-"""Whom to kill in which stage: the pairs, how often each was hit, and which comes next.
-
-Not here: doing it (`soak`), or what it cost (`measure`).
-"""
+"""The pairs of victim and stage: how often each was hit, and which one is next."""
 
 from __future__ import annotations
 
@@ -32,13 +29,13 @@ TITLES = {
     "s3": (),
     "prefect": (),
 }
-"""Victim → what its process is called; the others are known otherwise. `iteration`, `worker`: only
-where a worker runs them."""
+"""Victim → texts in the command line of its process. The others are found in other ways;
+`iteration` and `worker` exist only with a Prefect worker."""
 MAX_MISSES = 12
 
 
 class Pair(NamedTuple):
-    """A victim and the stage it is killed in."""
+    """A victim, and the stage in which it is killed."""
 
     victim: str
     stage: str
@@ -48,21 +45,24 @@ class Pair(NamedTuple):
 
 
 def pairs_of(victims: Sequence[str], stages: Sequence[str], only: Sequence[str] = ()) -> list[Pair]:
-    """All combinations, or those given as `victim@stage`. Raises: ValueError for a word that is
-    none."""
+    """Return all combinations, or the given ones (`victim@stage`).
+
+    Raises: ValueError for an unknown pair.
+    """
     chosen = [Pair(*text.split("@", 1)) for text in only] or [
         Pair(victim, stage) for victim in victims for stage in stages
     ]
     for pair in chosen:
         if pair.victim not in TITLES or pair.stage not in STAGES:
             raise ValueError(
-                f"{pair} is no victim@stage: victims are {', '.join(TITLES)}; stages are {', '.join(STAGES)}"
+                f"{pair} is not victim@stage: victims are {', '.join(TITLES)}; "
+                f"stages are {', '.join(STAGES)}"
             )
     return chosen
 
 
 class Tally:
-    """How often each pair was hit, and how often it was tried in vain."""
+    """Hits of each pair, and attempts without a hit."""
 
     def __init__(self, pairs: Sequence[Pair], hits: int) -> None:
         self._pairs = list(pairs)
@@ -72,8 +72,10 @@ class Tally:
         self._seen: set[str] = set()
 
     def next(self, present: Collection[str], chance: random.Random) -> Pair | None:
-        """The least-hit pair whose victim is there; of equals the one missed less often, then by
-        chance. None: all are done."""
+        """Return the pair with the fewest hits whose victim exists; None if all pairs are done.
+
+        Ties go to the pair with fewer misses, then to chance.
+        """
         self._seen |= set(present)
         open_pairs = [
             pair
@@ -91,7 +93,7 @@ class Tally:
 
     @property
     def short(self) -> list[Pair]:
-        """Pairs that were hit less often than asked, of victims that this run has."""
+        """Pairs with too few hits, of victims that this run has."""
         return [
             pair
             for pair in self._pairs

@@ -1,7 +1,6 @@
-"""The few requests to a Prefect server that a person makes with a button: start, retry, cancel, and
-look.
+"""The requests to a Prefect server that a person makes with a button: start, retry, cancel, look.
 
-Not the Prefect client: that retries for minutes, and a soak has to go on while the server is down.
+Not with Prefect's client, which retries for minutes: a soak continues while the server is down.
 """
 
 from __future__ import annotations
@@ -15,35 +14,36 @@ FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 class PrefectApi:
-    """Requests to one server. Every method raises OSError (URLError, HTTPError) if it does not
-    answer, or refuses."""
+    """Requests to one server. Methods raise OSError if it refuses or does not answer."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def run_deployment(self, deployment: str, parameters: dict[str, Any]) -> str:
-        """A flow run of `flow/deployment`; its id."""
-        made = self._ask("GET", f"/deployments/name/{deployment}")
-        return self._ask(
-            "POST", f"/deployments/{made['id']}/create_flow_run", {"parameters": parameters}
+        """Start a flow run of `flow/deployment` and return its id."""
+        found = self._request("GET", f"/deployments/name/{deployment}")
+        return self._request(
+            "POST", f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters}
         )["id"]
 
     def state(self, flow_run: str) -> tuple[str, str]:
-        """A flow run's state: type and name."""
-        state = self._ask("GET", f"/flow_runs/{flow_run}")["state"]
+        """Return the type and name of a flow run's state."""
+        state = self._request("GET", f"/flow_runs/{flow_run}")["state"]
         return state["type"], state["name"]
 
     def retry(self, flow_run: str) -> None:
-        """What the Retry button does."""
+        """Retry a flow run, as the Retry button does."""
         self._set(flow_run, "SCHEDULED", "AwaitingRetry")
 
     def cancel(self, flow_run: str) -> None:
-        """What the Cancel button does."""
+        """Cancel a flow run, as the Cancel button does."""
         self._set(flow_run, "CANCELLING", "Cancelling")
 
     def newest(self, limit: int = 10) -> list[dict[str, Any]]:
-        """The flow runs that began last, with their states."""
-        runs = self._ask("POST", "/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": limit})
+        """Return the flow runs that started last, with their states."""
+        runs = self._request(
+            "POST", "/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": limit}
+        )
         return [
             {
                 key: run.get(key)
@@ -53,13 +53,13 @@ class PrefectApi:
         ]
 
     def _set(self, flow_run: str, kind: str, name: str) -> None:
-        self._ask(
+        self._request(
             "POST",
             f"/flow_runs/{flow_run}/set_state",
             {"state": {"type": kind, "name": name}, "force": True},
         )
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}, method=method

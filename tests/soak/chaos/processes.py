@@ -1,8 +1,6 @@
-"""Every process that this one started, and that those started: found while their parents live, kept
-when those are gone.
+"""Find every process below this one, and keep those whose parents are gone.
 
-Each is known by pid and start time, so a later process with its pid is not taken for it. Not here:
-which of them to kill.
+A process is identified by pid and start time, so a later process with the same pid is another one.
 """
 
 from __future__ import annotations
@@ -18,14 +16,16 @@ END_TIMEOUT_S = 10.0
 
 
 class Family:
-    """The processes below this one. Call `look` often: who loses its parent between two looks
-    before it was seen is not found."""
+    """The processes below this one.
+
+    Call `look` often: a process that loses its parent before the first look is never found.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}
 
     def look(self) -> list[psutil.Process]:
-        """All that run now."""
+        """Return all processes that run now."""
         parents = {process.pid: process for process in self._known.values() if runs(process)}
         found = {os.getpid(), *parents}
         by_parent: dict[int, list[psutil.Process]] = {}
@@ -42,8 +42,10 @@ class Family:
         return list(parents.values())
 
     def named(self, texts: Collection[str]) -> list[psutil.Process]:
-        """Those whose title (command line) has one of these texts, without the watches that they
-        fork of themselves."""
+        """Return the processes whose command line has one of these texts.
+
+        Copies that such a process forks of itself to watch it are left out.
+        """
         found = {
             process.pid: name
             for process in self.look()
@@ -55,21 +57,20 @@ class Family:
             if found.get(_parent(self._known[pid])) != name
         ]
 
-    def end(self, spared: Collection[int] = ()) -> None:
-        """Kill all of them but these pids (and what is below those), as often as new ones turn
-        up."""
+    def end(self, kept: Collection[int] = ()) -> None:
+        """Kill all but these pids and the processes below them, until no new ones appear."""
         for _ in range(5):
-            doomed = [process for process in self.look() if not _below(process, spared)]
-            if not doomed:
+            victims = [process for process in self.look() if not _below(process, kept)]
+            if not victims:
                 return
-            for process in doomed:
+            for process in victims:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(doomed, timeout=END_TIMEOUT_S)
+            psutil.wait_procs(victims, timeout=END_TIMEOUT_S)
 
 
 def runs(process: psutil.Process) -> bool:
-    """Is it there, and not merely waiting to be reaped?"""
+    """True if the process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -77,7 +78,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line (what a process may rewrite, as Ray's actors do); empty if it is gone."""
+    """Return the command line, which Ray actors rewrite; empty if the process is gone."""
     try:
         return " ".join(process.cmdline()).strip()
     except psutil.Error:
@@ -85,7 +86,7 @@ def title(process: psutil.Process) -> str:
 
 
 def kill_now(process: psutil.Process) -> bool:
-    """kill -9; was it running when the signal was sent?"""
+    """Send SIGKILL. Return True if the process was running."""
     if not runs(process):
         return False
     try:

@@ -1,5 +1,4 @@
-"""All batches of a branch trained again from v = 0, by `tools.replay` in a home of its own: nothing
-of the run but its store."""
+"""Train all batches of a branch again from v = 0 with `tools.replay`, in a separate home."""
 
 from __future__ import annotations
 
@@ -14,17 +13,19 @@ from tests.soak.chaos.verify import Replay
 
 
 def replay_branch(files: Files, branch: str, home: Path) -> Replay:
-    """Are the recorded states what the stored batches lead to? Raises: RuntimeError with its last
-    words if it cannot be tried."""
+    """Return whether the stored batches lead to the recorded states.
+
+    Raises: RuntimeError with the end of its output if the replay cannot run.
+    """
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as folder:
-        answer = Path(folder) / "states.json"
-        where = ["--home", str(home / "replay"), "--store", files.root, "--json", str(answer)]
+        result = Path(folder) / "states.json"
+        where = ["--home", str(home / "replay"), "--store", files.root, "--json", str(result)]
         command = [sys.executable, "-m", "tools.replay", "--run", branch, *where]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not answer.is_file():
+        if not result.is_file():
             raise RuntimeError(f"the replay ended with {done.returncode}: {done.stderr[-2000:]}")
-        found = json.loads(answer.read_text())
+        found = json.loads(result.read_text())
     versions = max((state["version"] for state in found["states"]), default=0)
     first = found["first_difference"]
     return Replay(

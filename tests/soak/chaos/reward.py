@@ -1,5 +1,4 @@
-"""The reward of the chaos recipe: how many of the letters are vowels, at a leisurely pace, so that
-the stage can be hit."""
+"""The reward of the chaos recipe: the share of vowels, with a delay that lets kills hit the stage."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ import time
 
 from rlpipe.types import Sample
 
-PACE_S = 0.002
+DELAY_S = 0.002
 
 
 def score(sample: Sample) -> float:
-    """Share of vowels among the first 12 characters."""
-    time.sleep(PACE_S)
+    """Return the share of vowels among the first 12 characters."""
+    time.sleep(DELAY_S)
     return sum(character in "aeiou" for character in sample.response[:12]) / 12

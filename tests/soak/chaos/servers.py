@@ -1,8 +1,4 @@
-"""The servers of a soak, which come back when they were killed: S3 and Prefect, each at its own
-address with its own data.
-
-Not here: the run itself (`stack`).
-"""
+"""The servers of a soak, S3 and Prefect, restarted with their address and data if killed."""
 
 from __future__ import annotations
 
@@ -24,11 +20,11 @@ from tools.local_prefect import SETTINGS, START_TIMEOUT_S, free_port
 from tools.s3_server import S3Server
 
 DOWN_S = (1.0, 10.0)
-"""A killed server comes back after so long, by chance."""
+"""Range of the seconds after which a killed server is started again."""
 
 
 class Restartable(Protocol):
-    """A server process that can be started again where it was."""
+    """A server process that can be started again with its address and data."""
 
     process: subprocess.Popen[bytes]
 
@@ -41,27 +37,28 @@ class PrefectServer:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory, self._port = directory, free_port(4200)
+        self._directory = directory
+        self._port = free_port(4200)
         self.url = f"http://127.0.0.1:{self._port}/api"
         self.process = self._begin()
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a process use it."""
+        """Environment variables of a process that uses the server."""
         return {**SETTINGS, "PREFECT_API_URL": self.url, "PREFECT_HOME": str(self._directory)}
 
     def restart(self) -> None:
-        """Start it again; does not wait for it."""
+        """Start the server again without waiting for it."""
         self.stop()
         self.process = self._begin()
 
     def stop(self) -> None:
-        """Kill it and what it started."""
+        """Kill the server and its children."""
         self.process.kill()
         self.process.wait(timeout=30)
 
     def wait_ready(self) -> None:
-        """Wait until it answers. Raises: ResourceError."""
+        """Wait until the server answers. Raises: ResourceError."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             with (
@@ -97,10 +94,11 @@ class PrefectServer:
 
 
 class Servers:
-    """S3 and Prefect of a soak. `tick` brings back what died, a while later."""
+    """S3 and Prefect of a soak. `tick` restarts a dead server after a while."""
 
     def __init__(self, home: Path, chance: random.Random) -> None:
-        self._chance, self._due_s = chance, dict[str, float]()
+        self._chance = chance
+        self._due_s: dict[str, float] = {}
         self.s3 = S3Server(home / "s3", bucket="chaos")
         self.prefect = PrefectServer(home / ".prefect")
         self._all: dict[str, Restartable] = {"s3": self.s3, "prefect": self.prefect}
@@ -113,11 +111,11 @@ class Servers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What points a run at them."""
+        """Environment variables of a run that uses them."""
         return {**self.s3.environment, **self.prefect.environment}
 
     def victim(self, name: str) -> list[psutil.Process]:
-        """The process of one of them, if it runs."""
+        """Return the process of a server, if it runs."""
         process = self._all[name].process
         return [psutil.Process(process.pid)] if process.poll() is None else []
 
@@ -126,7 +124,7 @@ class Servers:
         return [server.process.pid for server in self._all.values()]
 
     def tick(self) -> None:
-        """Call it often."""
+        """Restart servers that are due. Call it often."""
         for name, server in self._all.items():
             if server.process.poll() is None:
                 continue
@@ -136,7 +134,7 @@ class Servers:
                 server.restart()
 
     def wait_ready(self) -> None:
-        """Bring both up, now."""
+        """Start both now if needed, and wait for them."""
         for server in self._all.values():
             if server.process.poll() is not None:
                 server.restart()

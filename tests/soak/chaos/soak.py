@@ -1,7 +1,7 @@
-"""The soak of one layout: wait for a stage, kill someone in it, see the run recover, again.
+"""The soak of one layout: wait for a stage, kill a process in it, wait for the recovery, repeat.
 
-A hit counts for a stage only if the victim ran when the signal was sent and the trace says that the
-stage had not ended by then. Not here: the proof that nothing was lost (`verify`).
+A hit counts for a stage only if the victim ran when the signal was sent and the stage had not ended
+by then, as the trace tells.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tests.soak.chaos.watch import Watch
 
 POLL_S = 0.004
 QUIET_ITERATIONS = 5
-"""Undisturbed ones to compare with, at the start; before them one that warms up."""
+"""Undisturbed iterations at the start, after one that warms up."""
 START_TIMEOUT_S = 600.0
-HOPELESS = 6
-"""So many ends in a row soon after the start, and nobody would try again."""
+MAX_QUICK_ENDS = 6
+"""Ends in a row soon after the start after which the soak gives up."""
 
 
 class Over(Exception):
-    """The time is up, or somebody asked to end."""
+    """The time is up, or a person asked to end."""
 
 
 @dataclass
 class Soak:
-    """One layout's soak. `over` answers when to stop."""
+    """The soak of one layout. `over` returns True when to stop."""
 
     stack: Stack
     watch: Watch
@@ -49,11 +49,13 @@ class Soak:
     hits: list[Hit] = field(default_factory=list)
     undisturbed: float | None = None
     dead: bool = False
-    """It was stuck, and a restart of everything did not help."""
+    """True if the run was stuck and a restart of everything did not help."""
 
     def run(self) -> None:
-        """Until `over`, or every pair has its hits. What is known is in `hits`, also after an
-        exception."""
+        """Run until `over`, or until every pair has its hits.
+
+        `hits` has the results, also after an exception.
+        """
         try:
             self._warm_up()
             while not self.dead and (pair := self.tally.next(self._present(), self.chance)):
@@ -82,8 +84,10 @@ class Soak:
         return present | ({"iteration"} if self.stack.layout.worker else set())
 
     def _strike(self, pair: Pair) -> Hit | None:
-        """Kill the victim somewhere in the next run of the stage; None if one of them was gone by
-        then."""
+        """Kill the victim at a random moment in the next run of the stage.
+
+        Return None if victim or stage had ended by then.
+        """
         self.tally.misses[pair] += 1
         self.ledger.look()
         victims = self.stack.victims(pair.victim)
@@ -128,15 +132,14 @@ class Soak:
         return hit
 
     def _settle(self, hit: Hit) -> None:
-        """Wait until the hit iteration and the next are committed, and note what it took."""
+        """Wait until the hit iteration and the next one are committed, and record the cost."""
         exits = len(self.stack.exits)
         target = hit.iteration + 1
         if not self._wait(lambda: self.watch.newest >= target, 2 * self.stuck_s):
             hit.stuck = True
             folder = dump(self.stack, f"stuck-{hit.victim}-{hit.stage}-{hit.iteration}")
-            self.say(
-                f"STUCK after {hit.victim}@{hit.stage} in iteration {hit.iteration}: see {folder}"
-            )
+            where = f"{hit.victim}@{hit.stage} in iteration {hit.iteration}"
+            self.say(f"STUCK after {where}: see {folder}")
             self.stack.kill_flow()
             if not self._wait(lambda: self.watch.newest >= target, START_TIMEOUT_S):
                 self.dead = True
@@ -155,18 +158,18 @@ class Soak:
         lost = "?" if hit.recovery_s is None else f"{hit.recovery_s:.1f}"
         self.say(
             f"{hit.victim}@{hit.stage} in iteration {hit.iteration}: {lost} s lost, "
-            f"{hit.flow_restarts} restarts of the flow, failed: {', '.join(hit.failures) or 'nothing'}"
+            f"{hit.flow_restarts} restarts of the flow, "
+            f"failed: {', '.join(hit.failures) or 'nothing'}"
         )
 
     def _fresh(self, stage: str, newest: int) -> Event | None:
-        """A run of the stage that began a moment ago, in an iteration that was not under way when
-        we began to wait."""
+        """Return a run of the stage that started just now, in an iteration after `newest`."""
         return next(
             (event for event in self.watch.running(stage) if (event.iteration or 0) > newest), None
         )
 
     def _wait(self, reached: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until `reached`; False if it takes too long. Raises: Over."""
+        """Poll until `reached`; return False after the timeout. Raises: Over."""
         until = time.monotonic() + timeout_s
         while True:
             self.stack.tick()
@@ -175,6 +178,6 @@ class Soak:
                 return True
             if self.over():
                 raise Over
-            if time.monotonic() > until or self.stack.failures >= HOPELESS:
+            if time.monotonic() > until or self.stack.failures >= MAX_QUICK_ENDS:
                 return False
             time.sleep(POLL_S)

@@ -1,8 +1,4 @@
-"""The run that is soaked: the train flow as a process of its own, and a supervisor that starts it
-again when it dies.
-
-Not here: whom to kill when (`soak`), or how the flow is started (`drivers`).
-"""
+"""The run of a soak: the train flow as a separate process, and a supervisor that restarts it."""
 
 from __future__ import annotations
 
@@ -18,13 +14,13 @@ from tests.soak.chaos.processes import Family, runs, title
 from tests.soak.chaos.servers import Servers
 
 FAILED_AT_ONCE_S = 20.0
-"""A flow that ends so soon after its start is started again after longer and longer."""
+"""A flow that ends sooner after its start is restarted after growing delays."""
 LOOK_INTERVAL_S = 0.4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One run: its name, S, how many processes, and whether a Prefect worker runs it."""
+    """One run: name, S, numbers of processes, and whether a Prefect worker runs it."""
 
     run: str
     s: int = 0
@@ -50,7 +46,7 @@ class Layout:
 
 
 class Stack:
-    """The flow process of one layout and everything below it."""
+    """The flow process of one layout and all processes below it."""
 
     def __init__(self, home: Path, layout: Layout, servers: Servers, family: Family) -> None:
         self.home = home
@@ -61,18 +57,18 @@ class Stack:
         self.folder = home / layout.run
         self.log = home / f"{layout.run}.log"
         self.exits: list[tuple[float, str]] = []
-        """When the flow ended, and how."""
+        """Time and kind of each end of the flow."""
         self.orphans: list[str] = []
-        """What a dead flow process left running for longer than the one that followed took to come
-        up."""
+        """Processes of a dead flow that still ran when the next flow was up."""
         self._left: list[psutil.Process] = []
-        self.failures, self._looked_s = 0, 0.0
-        """How often in a row the flow ended soon after its start."""
-        self._driver = self._made()
+        self.failures = 0
+        """Ends in a row soon after the start."""
+        self._looked_s = 0.0
+        self._driver = self._new_driver()
         self._begin()
 
     def tick(self) -> None:
-        """Bring back what is due; call it often."""
+        """Restart processes that are due. Call it often."""
         self._servers.tick()
         if time.monotonic() - self._looked_s < LOOK_INTERVAL_S:
             return
@@ -91,8 +87,10 @@ class Stack:
             self._begin()
 
     def victims(self, name: str) -> list[psutil.Process]:
-        """Processes that go by this name now. An iteration's own process is known only by its
-        trace."""
+        """Return the processes of a victim.
+
+        The process of an iteration is known only from its trace.
+        """
         if name in ("s3", "prefect"):
             return self._servers.victim(name)
         if name == "flow":
@@ -103,34 +101,32 @@ class Stack:
         return self._family.named(TITLES[name]) if TITLES[name] else []
 
     def processes(self) -> list[psutil.Process]:
-        """All of them, without the servers."""
-        return [process for process in self._family.look() if not self._is_kept(process)]
+        """Return all processes but the servers."""
+        return [process for process in self._family.look() if not self._outlives_flow(process)]
 
     @property
     def prefect_url(self) -> str:
         return self._servers.prefect.url
 
     def count_orphans(self) -> None:
-        """Note what of a flow process that died still runs. Call it once the next one has
-        committed."""
+        """Record processes of a dead flow that still run, once the next flow has committed."""
         self.orphans += [title(process)[:100] for process in self._left if runs(process)]
         self._left = []
 
     def kill_flow(self) -> None:
-        """What a person does to a run that is stuck: kill -9 everything of it, its worker too;
-        `tick` starts it again."""
-        self._family.end(spared=self._servers.pids)
+        """Kill everything of a stuck run, its worker too; `tick` starts it again."""
+        self._family.end(kept=self._servers.pids)
 
     def stop(self) -> None:
-        """Ctrl-C (or Cancel), then kill -9 what is left."""
+        """Send Ctrl-C (or Cancel), then kill all remaining processes."""
         self._driver.interrupt()
-        self._family.end(spared=self._servers.pids)
+        self._family.end(kept=self._servers.pids)
 
     def _begin(self) -> None:
         self._driver.begin()
         self._began = time.time()
 
-    def _made(self) -> Driver:
+    def _new_driver(self) -> Driver:
         overrides = [f"store.root={self.root}", *self.layout.arguments]
         environment = self._servers.environment
         if self.layout.worker:
@@ -142,11 +138,11 @@ class Stack:
             return ThroughWorker(
                 parameters, environment, self.log, self.home, self._family, self.prefect_url
             )
-        named = ["--recipe", RECIPE, "--home", str(self.home), "--run", self.layout.run]
-        return InProcess([*named, *overrides], environment, self.log)
+        arguments = ["--recipe", RECIPE, "--home", str(self.home), "--run", self.layout.run]
+        return InProcess([*arguments, *overrides], environment, self.log)
 
-    def _is_kept(self, process: psutil.Process) -> bool:
-        """Is it one of the servers, or what they started, or the worker? They outlive a flow."""
+    def _outlives_flow(self, process: psutil.Process) -> bool:
+        """True for the servers, processes below them, and the worker."""
         try:
             family = {known.pid for known in (process, *process.parents())}
         except psutil.Error:

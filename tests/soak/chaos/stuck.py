@@ -1,7 +1,7 @@
-"""A run that does not go on: who waits for what, written down for a person.
+"""Write down what every process of a stuck run waits for.
 
-Stacks by py-spy where it is installed, else where each thread sleeps in the kernel; the end of
-every log; Prefect's states.
+Stacks by py-spy if installed, else the kernel function in which each thread sleeps; the end of
+every log; the states in Prefect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 20
 
 
 def dump(stack: Stack, name: str) -> Path:
-    """Write what every process of the stack does to a folder of this name; the folder."""
+    """Write the stacks and logs to a folder of this name, and return the folder."""
     folder = stack.folder / "stuck" / f"{name}-{int(time.time())}"
     folder.mkdir(parents=True, exist_ok=True)
     for process in stack.processes():
@@ -59,9 +59,8 @@ def _threads(process: psutil.Process) -> str:
     lines = []
     for thread in Path(f"/proc/{process.pid}/task").glob("*"):
         try:
-            lines.append(
-                f"{thread.name} {(thread / 'comm').read_text().strip()}: {(thread / 'wchan').read_text()}"
-            )
+            name = (thread / "comm").read_text().strip()
+            lines.append(f"{thread.name} {name}: {(thread / 'wchan').read_text()}")
         except OSError as error:
             lines.append(f"{thread.name}: {error}")
     return "\n".join(lines)

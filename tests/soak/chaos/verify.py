@@ -1,7 +1,6 @@
-"""The proof at the end: the audit is clean, nothing that was finished is lost, nothing was trained
-twice, a replay is equal.
+"""The proof at the end of a soak.
 
-Not here: what it cost (`measure`).
+The audit is clean, no finished group is lost, no group was trained twice, and a replay is equal.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rlpipe.types import Commit, Stage
 
 @dataclass
 class Replay:
-    """Training all batches again from v = 0 in a fresh trainer."""
+    """Result of training all batches again from v = 0 in a fresh trainer."""
 
     versions: int
     equal: bool
@@ -33,29 +32,29 @@ class Replay:
 
 
 Replayer = Callable[[Files, str], Replay]
-"""Of a store and a branch."""
+"""Replays a branch of a store."""
 
 
 @dataclass
 class Proof:
-    """What is wrong with a run; nothing, if all is well."""
+    """The defects of a run."""
 
     iterations: int = 0
     findings: list[str] = field(default_factory=list)
-    """Of the audit."""
+    """Findings of the audit."""
     lost: list[str] = field(default_factory=list)
-    """Shards that are gone, and finished groups that are in no rollout."""
+    """Missing shards, and finished groups that are in no rollout."""
     twice: list[str] = field(default_factory=list)
     """Groups that were trained more than once."""
     shards_seen: int = 0
     groups_seen: int = 0
     replay: Replay | None = None
     error: str | None = None
-    """What kept it from being found out."""
+    """Error that ended the proof."""
 
     @property
     def clean(self) -> bool:
-        """Nothing wrong, and everything looked at."""
+        """True if everything was checked and nothing is wrong."""
         return (
             not (self.findings or self.lost or self.twice or self.error)
             and self.replay is not None
@@ -74,7 +73,7 @@ class Ledger:
         self.seen: set[str] = set()
 
     def look(self) -> None:
-        """Note what is there now; a store that is down is asked the next time."""
+        """Record the shards that exist now; skip if the store is down."""
         try:
             names = self._files.list("plans")
         except RlpipeError:
@@ -83,8 +82,7 @@ class Ledger:
 
 
 def prove(files: Files, branch: str, ledger: Ledger, replay: Replayer) -> Proof:
-    """Look at everything that a branch has in the store. Raises nothing that the store does: it is
-    in `error`."""
+    """Check everything that a branch stored. Errors of the store are in `error`."""
     proof = Proof(shards_seen=len(ledger.seen))
     try:
         commits = list(Branches(files).walk(branch))
@@ -100,20 +98,21 @@ def prove(files: Files, branch: str, ledger: Ledger, replay: Replayer) -> Proof:
 
 
 def lost(files: Files, commits: list[Commit], seen: set[str]) -> tuple[list[str], int]:
-    """Of the shards that were seen: those that are gone, and groups in them that the committed
-    rollout of their iteration has not; and how many groups were looked at. Iterations that are not
-    committed are only checked for missing shards."""
+    """Return the losses among the seen shards, and the number of groups checked.
+
+    A loss is a missing shard, or a group that the committed rollout of its iteration does not have.
+    For iterations without a commit only missing shards count.
+    """
     by_iteration = {commit.iteration: commit for commit in commits}
-    there = set(files.list("plans"))
+    present = set(files.list("plans"))
     found = []
     groups_seen = 0
-    found += [f"{name} is gone" for name in sorted(seen - there)]
-    for digest, shards in sorted(_by_plan(seen & there).items()):
+    found += [f"{name} is gone" for name in sorted(seen - present)]
+    for digest, shards in sorted(_by_plan(seen & present).items()):
         plan = Plans(files).read(digest)
         commit = by_iteration.get(plan.iteration)
-        if (
-            commit is None or commit.branch != plan.branch
-        ):  # not committed yet, or the soak before this one
+        # No commit yet, or a shard of an earlier soak.
+        if commit is None or commit.branch != plan.branch:
             continue
         node = Nodes(files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT])
         recorded = set(read_rows(files, list(node.files), ["group_id"])["group_id"].to_pylist())

@@ -1,8 +1,4 @@
-"""What a run is doing now and did before, from its trace: stages that run, how long they take, when
-iterations were committed.
-
-Not here: the store's own word on what happened (`verify`).
-"""
+"""Follow the trace of a run: running stages, their usual seconds, and times of commits."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ FIRST_GUESS_S = 0.05
 
 
 class Watch:
-    """Follows one trace file."""
+    """A follower of one trace file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,7 +24,7 @@ class Watch:
         self._commits: dict[int, float] = {}
 
     def poll(self) -> list[Event]:
-        """Read on; the new events."""
+        """Read and return the new events."""
         fresh, self._offset = read_trace(self._path, self._offset)
         for event in fresh:
             self._take(event)
@@ -36,7 +32,7 @@ class Watch:
         return fresh
 
     def running(self, stage: str) -> list[Event]:
-        """The `begin` events of a stage that has not ended, in processes that live."""
+        """Return the `begin` events of unfinished runs of a stage, in processes that live."""
         return [
             event
             for (name, _, pid), event in self._running.items()
@@ -44,7 +40,7 @@ class Watch:
         ]
 
     def ended(self, begun: Event) -> float | None:
-        """When the work that began with this event ended, as far as read; None if it did not."""
+        """Return the end of the work that began with this event; None if it has not ended."""
         key = begun[1:3], begun.pid
         later = (
             e.time
@@ -54,22 +50,24 @@ class Watch:
         return next(later, None)
 
     def typical_s(self, stage: str) -> float:
-        """Median seconds of a stage's finished work."""
+        """Return the median seconds of a stage's finished runs."""
         return statistics.median(self._seconds.get(stage) or [FIRST_GUESS_S])
 
     @property
     def commits(self) -> dict[int, float]:
-        """Iteration → when it was committed: its checkpoint stage ended or, if that was not
-        written, the next advantage began."""
+        """Iteration → time of its commit.
+
+        This is the end of its checkpoint stage or, without that, the start of the next advantage.
+        """
         return self._commits
 
     @property
     def newest(self) -> int:
-        """The newest iteration that is committed; -1 without one."""
+        """Newest committed iteration; -1 without one."""
         return max(self._commits, default=-1)
 
     def trained_after(self, time_s: float) -> float | None:
-        """When the first training after this moment ended."""
+        """Return the end of the first training after this time."""
         return next(
             (
                 e.time
@@ -80,7 +78,7 @@ class Watch:
         )
 
     def failures(self, start_s: float, end_s: float) -> list[str]:
-        """Stages that ended with an error between two moments, with the error's name."""
+        """Return the stages that failed between two times, with the name of the error."""
         found = [e for e in self.events if e.event == "failed" and start_s <= e.time <= end_s]
         return [f"{event.stage} {event.iteration}: {event.error}" for event in found]
 

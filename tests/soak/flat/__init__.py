@@ -1,2 +1,1 @@
-"""Flatness: does iteration 200 cost what iteration 20 did? And what does an iteration cost that is
-done already?"""
+"""Flatness of a long run: iteration 200 costs what iteration 20 cost."""

@@ -1,8 +1,7 @@
-"""`python -m tests.soak.flat --iterations 200 --home runs/flat`: an undisturbed run, looked at
-every few iterations.
+"""`python -m tests.soak.flat --iterations 200 --home runs/flat`: sample an undisturbed run.
 
 Prints the first iterations against the last (memory by process, seconds, orchestration, listings),
-then what an iteration costs that is done already (`reuse`). Writes `{home}/summary.json` and
+then the cost of an iteration that is already done (`reuse`). Writes `{home}/summary.json` and
 `{home}/flat.png`. Exit code 1 if the run failed.
 """
 
@@ -30,7 +29,7 @@ POLL_S = 0.2
 
 
 def main() -> int:
-    """Run, look, compare."""
+    """Run, sample, compare."""
     arguments = parse_arguments()
     home = Path(arguments.home).absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -63,18 +62,22 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soak.flat", description="Does an undisturbed run stay as it began?"
+        prog="python -m tests.soak.flat",
+        description="Compare the first and the last iterations of an undisturbed run.",
     )
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument(
-        "--window", type=int, default=20, help="so many first ones against so many last ones"
+        "--window", type=int, default=20, help="number of first and of last iterations"
     )
-    parser.add_argument("--every", type=int, default=2, help="look after every so many iterations")
-    parser.add_argument("--home", default="runs/flat", help="where everything is kept")
+    parser.add_argument("--every", type=int, default=2, help="iterations between two samples")
+    parser.add_argument("--home", default="runs/flat", help="folder for all files")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of tools/chaos/recipe.yaml"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides of tests/soak/chaos/recipe.yaml",
     )
     return parser.parse_args()
 
@@ -82,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
 def drive(
     home: Path, run: str, root: str, family: Family, arguments: argparse.Namespace
 ) -> tuple[int, list[Look]]:
-    """The run to its end; its exit code and what was seen."""
+    """Run to the end; return the exit code and the samples."""
     command = [
         sys.executable,
         "-m",
@@ -116,7 +119,7 @@ def drive(
 
 
 def reuse(home: Path, run: str) -> list[float] | str:
-    """Seconds of an iteration that is done already, several times over; or what went wrong."""
+    """Return the seconds of an iteration that is done, several times; or the error output."""
     command = [sys.executable, "-m", "tests.soak.flat.reuse", "--home", str(home), "--run", run]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     answer: dict[str, Any] = (

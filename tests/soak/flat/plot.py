@@ -1,5 +1,4 @@
-"""The picture of a flat run: memory by process on the left, seconds of an iteration on the
-right."""
+"""The plot of a flat run: memory by process on the left, seconds of an iteration on the right."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rlpipe.observe.figure import COLOURS, INK
+from rlpipe.observe.pictures import COLOURS, INK
 from tests.soak.flat.sample import Look
 
 LARGEST = 6

@@ -1,8 +1,8 @@
-"""What an iteration costs that is done already:  python -m tests.soak.flat.reuse --run NAME --home runs/flat [--iteration 3]
+"""Time an iteration that is done:  python -m tests.soak.flat.reuse --run NAME --home runs/flat
 
-Opens the run, calls the iteration flow again for an iteration that is committed, and prints
-`{"seconds": [...]}` (JSON). Every stage is answered from the store, so this is what a retry costs
-beside the work.
+Opens the run, calls the iteration flow again for a committed iteration (`--iteration`, default 0),
+and prints `{"seconds": [...]}` (JSON). Every stage is answered from the store, so this is the cost
+of a retry without the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMES = 5
 
 
 def main() -> int:
-    """Exit codes: 0 done."""
+    """Measure and print. Exit codes: 0 done."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.flat.reuse",
         description="Time an iteration that is done already.",
@@ -41,8 +41,10 @@ def main() -> int:
 
 
 async def measure(run: str, k: int) -> list[float]:
-    """Seconds of each of TIMES calls of iteration k; the first one warms up and is left out.
-    Raises: as `iteration`."""
+    """Return the seconds of TIMES calls of iteration k, after one that warms up.
+
+    Raises: as `iteration`.
+    """
     from prefect import flow
 
     from flows.iteration import iteration

@@ -1,7 +1,6 @@
-"""One look at a running stack: memory by process, and what the listings of a resume cost. And the
-table of many looks.
+"""Sample a running stack: memory by process, and the cost of the listings of a resume.
 
-Not here: running it (`__main__`).
+`look` takes a sample, `summarise` and `table` compare the first with the last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.soak.chaos.processes import Family, title
 
 MIB = 2**20
 S3 = "s3 server"
-"""The store stands for one that is elsewhere: its memory grows with what is in it."""
+"""The store usually runs elsewhere, and its memory grows with its content."""
 NAMES = {
     "tools.prefect_server": "prefect server",
     "weed": S3,
@@ -35,8 +34,7 @@ NAMES = {
     "dashboard/dashboard.py": "ray dashboard",
     "log_monitor.py": "ray log monitor",
 }
-"""What a command line contains → the name in the table; the empty one takes the title's own first
-word."""
+"""Part of a command line → name in the table; empty: the first word of the title."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Look:
 
 
 def look(family: Family, files: Files, run: str, iteration: int) -> Look:
-    """Sample now."""
+    """Take a sample."""
     pss: dict[str, float] = {}
     rss: dict[str, float] = {}
     for name, process in named(family.look()):
@@ -60,7 +58,8 @@ def look(family: Family, files: Files, run: str, iteration: int) -> Look:
             memory = process.memory_full_info()
         except psutil.Error:
             continue
-        pss[name], rss[name] = memory.pss / MIB, memory.rss / MIB
+        pss[name] = memory.pss / MIB
+        rss[name] = memory.rss / MIB
     start = time.perf_counter()
     Branches(files).newest(run)
     Epochs(files).newest(run)
@@ -69,7 +68,7 @@ def look(family: Family, files: Files, run: str, iteration: int) -> Look:
 
 
 def named(processes: Sequence[psutil.Process]) -> list[tuple[str, psutil.Process]]:
-    """Processes by name, oldest first; a second of the same name is `name #2`."""
+    """Return processes by name, oldest first; a second of a name is `name #2`."""
     seen: Counter[str] = Counter()
     found = []
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
@@ -80,7 +79,7 @@ def named(processes: Sequence[psutil.Process]) -> list[tuple[str, psutil.Process
 
 
 def label(command: str) -> str | None:
-    """What a process is called; None for helpers that have no part in an iteration."""
+    """Return the name of a process; None for helpers that take no part in an iteration."""
     for text, name in NAMES.items():
         if text in command:
             return name or command.split()[0].removeprefix("ray::").split(".")[0]
@@ -88,7 +87,7 @@ def label(command: str) -> str | None:
 
 
 def compare(first: Sequence[float], last: Sequence[float]) -> dict[str, float] | None:
-    """Medians of both, and the change; None if one of them is empty."""
+    """Return both medians and the change; None if one side is empty."""
     if not first or not last:
         return None
     before = statistics.median(first)
@@ -104,10 +103,10 @@ def compare(first: Sequence[float], last: Sequence[float]) -> dict[str, float] |
 def summarise(
     looks: Sequence[Look], timing: Sequence[dict[str, Any]], *, window: int
 ) -> dict[str, Any]:
-    """The first `window` iterations against the last. `timing`: the lines of timing.jsonl that are
-    iterations, in order.
+    """Compare the first `window` iterations with the last.
 
-    The very first iteration warms up and does not count.
+    `timing`: the lines of timing.jsonl, in order. The very first iteration warms up and does not
+    count.
     """
     end = max((look.iteration for look in looks), default=0)
     early = [look for look in looks if 1 <= look.iteration <= window]
@@ -140,11 +139,12 @@ def summarise(
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """The comparison, for a terminal."""
+    """Return the comparison as text for a terminal."""
     width = max(map(len, rows), default=0)
     lines = [f"{'':{width}}  {'first':>9}  {'last':>9}  {'change':>9}"]
     lines += [
-        f"{name:{width}}  {row['first']:9.3f}  {row['last']:9.3f}  {row['change']:+9.3f} ({row['change_fraction']:+.1%})"
+        f"{name:{width}}  {row['first']:9.3f}  {row['last']:9.3f}  {row['change']:+9.3f} "
+        f"({row['change_fraction']:+.1%})"
         for name, row in rows.items()
     ]
     return "\n".join(lines)
