@@ -1,10 +1,9 @@
-"""Exactly once, as a property: many iterations of a random run, killed at random points and tried
-again.
+"""Exactly once as a property: random runs of many iterations, killed at random points and retried.
 
-Every group ever drawn is exactly once trained, dropped with a reason, or in the buffer; ids are
-never drawn twice; the oldest of the buffer come first; finished rows are never sampled again but
-for their age. The store, the data source and the sampler are the real ones; the engine is a
-function that finishes, fails, waits or is cut off as it is told.
+Every drawn group is trained once, dropped with a reason, or in the buffer. Ids are never drawn
+twice. The oldest groups of the buffer come first. Finished rows are sampled again only if they are
+too old. Store, data source and sampler are real; the engine is a function that finishes, fails,
+waits or is cut off.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ LENGTH = 4
 
 @dataclass(frozen=True)
 class World:
-    """What a run is like."""
+    """Parameters of a random run."""
 
     seed: int
     batch: int
@@ -93,7 +92,7 @@ WORLDS = st.builds(
 
 @dataclass
 class Engine:
-    """Samples a token per tick of a group's own pace; every weight version is the iteration's."""
+    """Sample one token per tick, at random pace; the weight version is the iteration."""
 
     dice: random.Random
     world: World
@@ -136,11 +135,11 @@ class Engine:
 
 
 class Killed(Exception):
-    """The process is gone."""
+    """The process was killed."""
 
 
 class Mortal(StoredRows):
-    """Rows of a process that is killed after so many writes."""
+    """Rows of a process that is killed after `writes` writes."""
 
     def __init__(self, files: Files, writes: float) -> None:
         super().__init__(files)
@@ -156,7 +155,7 @@ class Mortal(StoredRows):
 
 
 class Driver:
-    """Runs iterations one after another against a store, as the flow does."""
+    """Run iterations one after another against a store, as the flow does."""
 
     def __init__(self, files: Files, world: World) -> None:
         self.files, self.world, self.dice = files, world, random.Random(world.seed)
@@ -239,7 +238,7 @@ class Driver:
         raise EngineError("every attempt failed")
 
     def check_continuation(self, result: RolloutResult, engine: Engine) -> None:
-        """A group that goes on starts from the rows that the buffer had of it."""
+        """Check that a continued group starts from its rows in the buffer."""
         for part in result.parts:
             for group in part.plan.groups:
                 if group.earlier is not None:
@@ -340,7 +339,7 @@ class Driver:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(WORLDS)
-def test_every_group_drawn_is_once_trained_dropped_or_buffered(world: World):
+def test_every_drawn_group_is_trained_dropped_or_buffered_once(world: World):
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         files = Files(folder)
         driver = Driver(files, world)
@@ -351,7 +350,7 @@ def test_every_group_drawn_is_once_trained_dropped_or_buffered(world: World):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_deterministic_mode_the_order_of_finishing_and_crashes_change_nothing(seed: int):
+def test_in_deterministic_mode_timing_and_crashes_change_nothing(seed: int):
     def outcome(pace: int, crashes: float) -> list[tuple]:
         with tempfile.TemporaryDirectory(prefix="rl-") as folder:
             world = World(pace, 2, 5, seed, False, False, True, 0.0, 0.0, crashes)

@@ -1,5 +1,4 @@
-"""Responses in several pieces: cut off, continued, pushed to in the middle. Real engine, real
-weights."""
+"""Responses in several pieces, with a real engine: cut off, continued, with a push in between."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ async def _push(live, model, stamp: str, pause: PauseMode = "abort") -> None:
 
 
 def _check(prompt: list[int], generation: Generation, models: Mapping[str, Any]) -> None:
-    """Each token has the log-probability that the weights named beside it give it after all tokens
-    before it."""
+    """Check the log-prob of each token against the model of its weight version."""
     ends = list(accumulate(tokens for tokens, _ in generation.weight_versions))
     assert ends[-1] == len(generation.response_ids) == len(generation.log_probs)
     for (tokens, stamp), end in zip(generation.weight_versions, ends, strict=True):
@@ -59,7 +57,7 @@ def _check(prompt: list[int], generation: Generation, models: Mapping[str, Any])
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("mode", "pause"), [("abort", "abort"), ("in_place", "retract")])
-async def test_a_push_in_the_middle_is_another_span_with_exact_log_probs(
+async def test_a_push_during_a_response_is_another_span_with_exact_log_probs(
     live, tmp_path, mode, pause
 ):
     old = live.model
@@ -85,7 +83,7 @@ async def test_a_push_in_the_middle_is_another_span_with_exact_log_probs(
 
 
 @pytest.mark.integration
-async def test_drain_waits_for_what_runs_and_starts_nothing(live):
+async def test_drain_waits_for_running_requests_and_starts_none(live):
     async with _client(live.router.url) as client:
         running = asyncio.create_task(client.generate([5, 6], {**LONG, "max_new_tokens": 120}, n=4))
         await asyncio.sleep(0.1)
@@ -110,7 +108,7 @@ async def test_a_drain_that_takes_too_long_names_the_groups_and_opens_the_gate(l
 
 
 @pytest.mark.integration
-async def test_what_is_cut_off_is_final_for_its_owner_only(live):
+async def test_a_cut_off_ends_the_requests_of_its_caller_only(live):
     stop = asyncio.Event()
     async with _client(live.router.url) as client:
         ours = asyncio.create_task(client.generate([5, 6], LONG, n=8, stop=stop))
@@ -140,7 +138,7 @@ async def test_what_is_cut_off_is_final_for_its_owner_only(live):
 
 
 @pytest.mark.integration
-async def test_a_group_goes_on_over_iterations_under_other_weights(live, tmp_path):
+async def test_a_group_continues_over_iterations_with_other_weights(live, tmp_path):
     models = [live.model, make_model(tmp_path / "b", seed=31), make_model(tmp_path / "c", seed=32)]
     config = RolloutConfig(
         rollout_batch_size=1, n_samples_per_prompt=16, rollout_max_response_len=240
@@ -184,7 +182,7 @@ async def test_a_group_goes_on_over_iterations_under_other_weights(live, tmp_pat
 
 
 @pytest.mark.integration
-async def test_an_engine_of_this_version_names_spans(live):
+async def test_the_installed_engine_reports_spans_of_weight_versions(live):
     async with Engine(live.server.url) as engine:
         await engine.require_spans()
 
@@ -204,7 +202,7 @@ def _row(ids: list[int], reason: str, spans: bool = True) -> dict:
 
 
 class _Scripted:
-    """Answers requests of `/generate` with given rows, in order, and keeps what was asked."""
+    """Answer requests of `/generate` with given rows, in order, and record the requests."""
 
     def __init__(self, *answers: list[dict]) -> None:
         self.answers = list(answers)
@@ -220,7 +218,7 @@ class _Scripted:
         return httpx.Response(200, json=self.answers.pop(0))
 
 
-async def test_of_a_mixed_batch_only_the_aborted_go_on_with_fewer_tokens_left():
+async def test_only_the_aborted_responses_of_a_batch_are_continued():
     script = _Scripted([_row([1, 2, 3], "length"), _row([4], "abort")], [_row([5, 6], "length")])
     async with script.client() as client:
         first, second = await client.generate([9], {"max_new_tokens": 3}, n=2)
@@ -243,7 +241,7 @@ async def test_of_a_mixed_batch_only_the_aborted_go_on_with_fewer_tokens_left():
         ([1, 2, 3], "length", [1, 2, 3]),
     ],
 )
-async def test_an_aborted_response_that_had_just_ended_is_finished(ids, reason, kept):
+async def test_an_aborted_response_that_had_ended_is_finished(ids, reason, kept):
     script = _Scripted([_row(ids, "abort")])
     async with script.client(end_ids=[7]) as client:
         (generation,) = await client.generate([9], {"max_new_tokens": 3, "stop_token_ids": [8]})
@@ -255,7 +253,7 @@ async def test_an_aborted_response_that_had_just_ended_is_finished(ids, reason, 
     )
 
 
-async def test_what_was_aborted_before_its_first_token_starts_again():
+async def test_a_response_aborted_before_its_first_token_starts_again():
     without = _row([], "abort")
     del without["meta_info"]["output_token_logprobs"]
     script = _Scripted([without], [_row([], "abort")], [_row([1], "stop")])
@@ -267,7 +265,7 @@ async def test_what_was_aborted_before_its_first_token_starts_again():
     )
 
 
-async def test_in_place_is_refused_where_the_engine_names_one_version_for_a_whole_answer():
+async def test_in_place_is_refused_for_an_engine_that_reports_one_version_per_answer():
     script = _Scripted([_row([1], "stop", spans=False)])
     async with script.client() as client:
         await client.generate([9], {"max_new_tokens": 3})
@@ -276,7 +274,7 @@ async def test_in_place_is_refused_where_the_engine_names_one_version_for_a_whol
             await client.hold("in_place", deadline_s=1, expires_s=1)
 
 
-async def test_an_answer_without_spans_that_lived_through_a_push_in_place_is_an_error():
+async def test_an_answer_without_spans_after_a_push_in_place_is_an_error():
     script = _Scripted()
     async with script.client() as client:
 
@@ -289,7 +287,7 @@ async def test_an_answer_without_spans_that_lived_through_a_push_in_place_is_an_
             await client.generate([9], {"max_new_tokens": 3})
 
 
-async def test_a_hold_ends_by_itself_and_its_time_is_no_fault_of_the_engine():
+async def test_a_hold_expires_and_its_time_does_not_count_for_deadlines():
     script = _Scripted([_row([1], "stop")])
     async with script.client(deadline_s=0.2) as client:
         await client.hold("abort", deadline_s=1, expires_s=0.5)
@@ -298,7 +296,7 @@ async def test_a_hold_ends_by_itself_and_its_time_is_no_fault_of_the_engine():
         assert 0.4 < time.monotonic() - start_s < 2
 
 
-async def test_holding_and_releasing_twice_is_like_once():
+async def test_a_second_hold_or_release_changes_nothing():
     gate = Gate()
     gate.release()
     gate.hold(60)
@@ -314,7 +312,7 @@ async def test_holding_and_releasing_twice_is_like_once():
     assert gate.held_s() == held_s
 
 
-def test_pieces_of_the_same_weights_are_one_run():
+def test_pieces_of_equal_weights_are_one_run_length():
     first = Generation([1, 2], [-1.0, -2.0], "abort", [(2, "a")], "e", 3, 1.0, 2.0)
     more = Generation([3], [-3.0], "abort", [(1, "a")], "e", 9, 4.0, 5.0)
     both = joined(first, more)

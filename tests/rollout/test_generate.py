@@ -1,4 +1,4 @@
-"""From a planned group to samples, sampled and given."""
+"""Single-turn sampling and supervised rows of a planned group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _decode(ids) -> str:
 
 
 class _Answers:
-    """A client that answers with given generations."""
+    """A client that returns given generations."""
 
     def __init__(self, *generations: Generation) -> None:
         self.generations = list(generations)
@@ -91,7 +91,7 @@ async def test_statuses_follow_the_finish_reason_and_versions_are_run_lengths():
     assert [sample.weight_versions for sample in samples] == [[(2, 3), (1, 4)], [(6, 4)], []]
 
 
-async def test_weights_without_a_version_of_ours_are_an_error():
+async def test_weights_without_a_version_of_rlpipe_are_an_error():
     client = _Answers(*[_generation("stop", [(1, "default")])] * 3)
     with pytest.raises(EngineError, match=r"(?s)group b:00000001.*default"):
         await SingleTurn(client, sampling_params(CONFIG), decode=_decode, context_len=100)(GROUP)  # pyright: ignore

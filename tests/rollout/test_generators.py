@@ -1,5 +1,4 @@
-"""The text of a response and the room for it are as the run's settings say, in every way to sample
-(rlpipe.rollout.generators)."""
+"""Text and length of responses follow the configuration for every generate function."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ from slime.rollout.sglang_rollout import GenerateState
 
 
 class _Engine:
-    """Answers `yes` and the end-of-sequence token."""
+    """Return `yes` and the end-of-sequence token."""
 
     end_ids = frozenset({END})
 
@@ -107,11 +106,11 @@ def _given(value: bool | None) -> dict[str, Any]:
 
 TEXT_OF_ROWS = {None: "yes", True: "yes", False: f"yes{END_TEXT}"}
 TEXT_OF_FUNCTIONS = {None: f"yes{END_TEXT}", True: "yes", False: f"yes{END_TEXT}"}
-"""A function of the user that says nothing else is given text that it can tokenize again."""
+"""By default a user function gets text that it can tokenize again."""
 
 
 @pytest.mark.parametrize("skip", [None, True, False])
-async def test_special_tokens_are_in_the_text_of_a_response_as_the_setting_says(
+async def test_the_text_of_a_response_has_special_tokens_as_configured(
     tmp_path: Path, skip: bool | None
 ):
     tool = {"tools": [{"path": "rlpipe.rollout.tools.calculator"}]}
@@ -126,7 +125,7 @@ async def test_special_tokens_are_in_the_text_of_a_response_as_the_setting_says(
 
 @pytest.mark.parametrize("source", [ASKS_THE_ENGINE, SLIMES_STATE])
 @pytest.mark.parametrize("skip", [None, True, False])
-async def test_a_function_that_samples_is_told_of_special_tokens_as_the_setting_says(
+async def test_a_generate_function_gets_special_tokens_as_configured(
     tmp_path: Path, skip: bool | None, source: str
 ):
     (tmp_path / "mine.py").write_text(source)
@@ -137,7 +136,7 @@ async def test_a_function_that_samples_is_told_of_special_tokens_as_the_setting_
 
 
 @pytest.mark.parametrize("skip", [None, True, False])
-async def test_the_text_of_an_agents_session_has_special_tokens_as_the_setting_says_and_its_replies_never(
+async def test_the_text_of_a_session_has_special_tokens_as_configured_and_replies_never(
     tmp_path: Path, skip: bool | None
 ):
     (tmp_path / "mine.py").write_text(AGENT)
@@ -146,7 +145,7 @@ async def test_the_text_of_an_agents_session_has_special_tokens_as_the_setting_s
     assert (row.response, row.metadata["told"]) == (TEXT_OF_ROWS[skip], "yes")
 
 
-async def test_a_held_out_set_may_keep_special_tokens_alone(tmp_path: Path):
+async def test_a_held_out_set_may_keep_special_tokens_where_the_run_does_not(tmp_path: Path):
     held_out = EvalDataset(
         name="a", prompts=FilePrompts(type="file", paths=("a.jsonl",)), skip_special_tokens=False
     )
@@ -156,7 +155,7 @@ async def test_a_held_out_set_may_keep_special_tokens_alone(tmp_path: Path):
     assert (await _row(config, _Engine())).response == "yes"
 
 
-def test_the_settings_are_no_part_of_what_a_run_without_them_is_known_by(tmp_path: Path):
+def test_the_settings_at_their_defaults_are_not_part_of_the_identity(tmp_path: Path):
     config = _config(tmp_path, {})
     assert "rollout_skip_special_tokens" not in config.rollout.identity()
     assert "overlong_prompts" not in config.data.identity()
@@ -171,7 +170,7 @@ def test_the_settings_are_no_part_of_what_a_run_without_them_is_known_by(tmp_pat
 @pytest.mark.parametrize(
     ("context_length", "room"), [(None, 90), (50, 48), ("0.05k", 48), (200, 90)]
 )
-async def test_a_response_is_given_no_more_room_than_the_engines_have(
+async def test_a_response_fits_into_the_context_of_the_engines(
     tmp_path: Path, context_length: Any, room: int
 ):
     sglang = {} if context_length is None else {"context_length": context_length}

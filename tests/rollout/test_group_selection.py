@@ -1,4 +1,4 @@
-"""The verdict about a group: failed, aborted, unscored, filtered, or fit."""
+"""Filters, verdicts about groups, and the selection of a batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _reward(folder: Path, source: str) -> RewardConfig:
         ((1.0,), False),
     ],
 )
-def test_equal_rewards_teach_nothing_and_rounding_is_no_difference(
+def test_groups_of_equal_rewards_are_rejected_also_with_rounding(
     rewards: tuple[float, ...], kept: bool
 ):
     theirs = (
@@ -77,7 +77,7 @@ def test_equal_rewards_teach_nothing_and_rounding_is_no_difference(
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
-def test_a_group_with_a_reward_that_is_no_number_is_not_judged(reward: float | None):
+def test_a_group_without_finite_rewards_is_an_error(reward: float | None):
     with pytest.raises(RewardError, match="sample 1 has no finite reward"):
         load_filter(BUILT_IN)(_group("b:1", 0.0, reward))
 
@@ -98,7 +98,7 @@ def test_a_group_with_a_reward_that_is_no_number_is_not_judged(reward: float | N
         ),
     ],
 )
-def test_a_filter_answers_with_a_bool_with_a_reason_or_with_slimes_object(
+def test_a_filter_returns_a_bool_a_reason_or_slimes_object(
     tmp_path: Path, body: str, rejection: Rejection | None
 ):
     theirs = (
@@ -119,7 +119,7 @@ def test_a_filter_answers_with_a_bool_with_a_reason_or_with_slimes_object(
         "from types import SimpleNamespace\n    return SimpleNamespace(keep=False, keep_when_insufficient='yes')",
     ],
 )
-def test_what_goes_wrong_in_a_filter_is_named(tmp_path: Path, body: str):
+def test_an_exception_or_wrong_answer_of_a_filter_is_named(tmp_path: Path, body: str):
     with pytest.raises(RewardError, match=r"(?s)hook.py:hook/b:1: the filter failed"):
         load_filter(_hook(tmp_path, f"def hook(samples):\n    {body}\n"))(_group("b:1", 1.0))
 
@@ -132,12 +132,12 @@ def test_what_goes_wrong_in_a_filter_is_named(tmp_path: Path, body: str):
         "async def hook(samples):\n    pass\n",
     ],
 )
-def test_a_filter_that_cannot_be_called_is_refused_when_it_is_loaded(tmp_path: Path, source: str):
+def test_a_filter_with_a_wrong_signature_is_refused_when_it_is_loaded(tmp_path: Path, source: str):
     with pytest.raises(ConfigError, match=r"rollout.dynamic_sampling_filter_path"):
         load_filter(_hook(tmp_path, source))
 
 
-def test_failed_and_aborted_groups_are_seen_without_rewards():
+def test_failed_and_aborted_groups_have_a_verdict_without_rewards():
     judge = GroupJudge(lambda samples: None)
     failed = _group("b:1", None, status=Status.FAILED)
     failed[0].error = "EngineError: gone"
@@ -147,7 +147,7 @@ def test_failed_and_aborted_groups_are_seen_without_rewards():
     assert GroupJudge().at_once(_group("b:3", None)) == Verdict("b:3", None)
 
 
-async def test_groups_are_scored_by_the_run_s_reward_before_the_filter_sees_them(tmp_path: Path):
+async def test_groups_are_scored_with_the_runs_reward_before_the_filter(tmp_path: Path):
     reward = _reward(tmp_path, "def reward(sample):\n    return sample.metadata['reward']\n")
     groups = [_group("b:1", 0.0, 1.0), _group("b:2", 1.0, 1.0), _group("b:3", 1.0, None)]
     for group in groups:
@@ -165,7 +165,7 @@ async def test_groups_are_scored_by_the_run_s_reward_before_the_filter_sees_them
     )
 
 
-async def test_a_filter_s_error_rejects_its_group_only():
+async def test_an_error_of_a_filter_rejects_its_group_only():
     def keep(samples):
         if samples[0].group_id == "b:1":
             raise RewardError("the filter failed")
@@ -174,7 +174,7 @@ async def test_a_filter_s_error_rejects_its_group_only():
     assert verdicts == [Verdict("b:1", "filter_error", "the filter failed"), Verdict("b:2", None)]
 
 
-async def test_a_verdict_says_whether_the_group_is_a_fallback():
+async def test_a_verdict_marks_a_fallback_group():
     judge = GroupJudge(lambda samples: Rejection("dull", fallback=samples[0].group_id == "b:1"))
     verdicts = await judge.verdicts([_group("b:1", 0.0), _group("b:2", 0.0)])
     assert verdicts == [Verdict("b:1", "dull", fallback=True), Verdict("b:2", "dull")]
@@ -184,7 +184,7 @@ VERDICTS = st.lists(st.sampled_from([None, "dull", "failed", "fallback"]), min_s
 
 
 @given(VERDICTS, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
-def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_came_first(
+def test_the_first_fit_groups_are_accepted_by_time_or_in_order_of_the_plan(
     reasons, batch, in_order, dice
 ):
     names = [f"b:{number:02d}" for number in range(len(reasons))]
@@ -215,7 +215,7 @@ def test_the_first_fit_groups_are_accepted_and_in_order_it_does_not_matter_who_c
     }
 
 
-def test_a_fallback_never_displaces_a_fit_group_and_is_not_counted_before_the_round_is_over():
+def test_a_fallback_never_displaces_a_fit_group_and_counts_after_the_round_only():
     selection = Selection(2, in_order=False)
     selection.add(["b:1", "b:2", "b:3"])
     selection.decide("b:1", "dull", fallback=True)

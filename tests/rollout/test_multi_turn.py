@@ -1,4 +1,4 @@
-"""Turns and tools, token by token, on an engine that says what it is told to say."""
+"""Turns and tools, token by token, with an engine of fixed responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _decode(ids: Sequence[int]) -> str:
 
 
 class _Engine:
-    """Says one text a request, as letters; `|` stands for the end-of-sequence token."""
+    """Return one text per request, a token per letter; `|` is the end-of-sequence token."""
 
     end_ids = frozenset({END})
 
@@ -78,7 +78,7 @@ class _Engine:
 
 
 def _experts(before: Sequence[int], said: Sequence[int]) -> np.ndarray:
-    """A row of its own for every token that is read to say this."""
+    """Return a different row of experts for every token that the engine reads."""
     ids = np.asarray([*before, *said[:-1]])
     return np.stack([ids, np.arange(len(ids))], 1).astype(np.uint16)
 
@@ -107,7 +107,7 @@ def _turns(
 
 
 def _by_mask(sample: Sample) -> tuple[str, str]:
-    """What was sampled, and what was given, each with the other as dots."""
+    """Return sampled and given text, each with dots for the other."""
     assert sample.loss_mask is not None
     pairs = list(zip(sample.response_ids, sample.loss_mask, strict=True))
     shown = [
@@ -119,7 +119,7 @@ def _by_mask(sample: Sample) -> tuple[str, str]:
     return shown[0], shown[1]
 
 
-async def test_a_tool_s_answer_stands_between_the_turns_and_does_not_count():
+async def test_a_tool_response_is_between_the_turns_with_loss_mask_0():
     engine = _Engine("a<twice>xy</twice>", "done|")
     (sample,) = await _turns(engine)(GROUP)
     sampled, given = _by_mask(sample)
@@ -139,14 +139,14 @@ async def test_a_tool_s_answer_stands_between_the_turns_and_does_not_count():
     assert sample.weight_versions == [(18 + 21, 1), (5, 2)]
 
 
-async def test_the_last_turn_may_call_what_it_likes():
+async def test_calls_in_the_last_turn_are_not_executed():
     engine = _Engine(*["<twice>x</twice>"] * 3)
     (sample,) = await _turns(engine)(GROUP)
     assert (sample.num_turns, len(engine.asked), sample.status) == (3, 3, Status.COMPLETED)
     assert sample.response.endswith("<twice>x</twice>")
 
 
-async def test_lengths_hold_for_a_turn_for_an_answer_and_for_all():
+async def test_length_limits_apply_to_a_turn_a_tool_response_and_the_whole_response():
     engine = _Engine("abcdefgh", "xyz")
     (sample,) = await _turns(engine, turn_len=4)(GROUP)
     assert (sample.response, sample.status) == ("abcd", Status.TRUNCATED)
@@ -162,7 +162,7 @@ async def test_lengths_hold_for_a_turn_for_an_answer_and_for_all():
     )
 
 
-async def test_what_is_cut_off_in_a_turn_goes_on_in_that_turn():
+async def test_a_rollout_that_was_cut_off_in_a_turn_continues_in_that_turn():
     first = _Engine("a<twice>xy</twice>", cut_after=4)
     (cut,) = await _turns(first)(GROUP)
     assert (cut.status, cut.response_ids) == (Status.ABORTED, _encode("a<tw"))
@@ -173,7 +173,7 @@ async def test_what_is_cut_off_in_a_turn_goes_on_in_that_turn():
     assert (await _turns(_Engine())(GROUP, [sample])) == [sample], "a finished one stays as it is"
 
 
-async def test_every_token_that_was_read_has_its_experts_once_over_turns_answers_and_iterations():
+async def test_every_read_token_has_experts_once_over_turns_tools_and_iterations():
     first = _Engine("a<twice>xy</twice>", cut_after=4)
     (cut,) = await _turns(first, routed=True)(GROUP)
     engine = _Engine("ice>xy</twice>", "done|")
@@ -185,7 +185,7 @@ async def test_every_token_that_was_read_has_its_experts_once_over_turns_answers
     assert free.rollout_routed_experts is None
 
 
-async def test_what_a_tool_raises_or_misses_is_what_the_policy_is_told():
+async def test_the_policy_gets_exceptions_and_missed_deadlines_of_a_tool_as_text():
     tools = {
         "slow": _tool("_never", "slow", 0.05),
         "calculator": Tool(ToolConfig(path="rlpipe.rollout.tools.calculator"), timeout_s=5),
@@ -196,7 +196,7 @@ async def test_what_a_tool_raises_or_misses_is_what_the_policy_is_told():
     assert "<result>error: ZeroDivisionError: division by zero</result>" in sample.response
 
 
-async def test_several_calls_in_json_are_answered_together_and_a_bad_one_is_told_so():
+async def test_several_json_calls_are_answered_together_and_an_invalid_call_gets_an_error():
     said = '<tool_call>{"name": "twice", "arguments": {"text": "ab"}}</tool_call>\n<tool_call>{nonsense</tool_call>'
     engine = _Engine(said + '<tool_call>{"name": "no"}</tool_call>|', "done|")
     (sample,) = await _turns(
@@ -223,19 +223,19 @@ def test_the_calculator_calculates(expression, value):
     "expression",
     ["__import__('os')", "2**99999", "9**64**2", "a", "1 +", "'x'*9", "True", "(-8)**0.5"],
 )
-def test_the_calculator_does_nothing_else(expression):
+def test_the_calculator_refuses_everything_but_arithmetic(expression):
     with pytest.raises(ValueError, match=r"."):
         calculator(expression)
 
 
-async def test_a_program_prints_fails_and_is_stopped():
+async def test_a_program_prints_fails_and_is_killed_at_the_deadline():
     assert await python("print(6 * 7)") == "42"
     assert (await python("1/0")).endswith("(exit status 1)")
     tool = Tool(ToolConfig(path="rlpipe.rollout.tools.python"), timeout_s=0.5)
     assert await tool.answer("while True: pass") == "error: no answer within 0.5 s"
 
 
-def test_two_tools_of_one_name_and_arguments_that_do_not_fit_are_refused():
+def test_two_tools_of_one_name_and_wrong_arguments_are_refused():
     one = ToolConfig(path="rlpipe.rollout.tools.calculator")
     with pytest.raises(ConfigError, match="two tools have one name"):
         load_tools([one, one], timeout_s=1)
@@ -243,7 +243,7 @@ def test_two_tools_of_one_name_and_arguments_that_do_not_fit_are_refused():
         load_tools([ToolConfig(path="fractions.Fraction", arguments={"nope": 1})], timeout_s=1)
 
 
-async def test_what_a_program_leaves_running_neither_delays_the_answer_nor_stays():
+async def test_child_processes_of_a_program_are_killed_and_do_not_delay_the_answer():
     code = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
     async with asyncio.timeout(60):
         left = int(await python(code))
@@ -252,7 +252,7 @@ async def test_what_a_program_leaves_running_neither_delays_the_answer_nor_stays
             await asyncio.sleep(0.05)
 
 
-async def test_a_tool_that_ends_python_is_an_answer(tmp_path: Path):
+async def test_a_tool_that_exits_python_gives_an_answer(tmp_path: Path):
     (tmp_path / "mine.py").write_text("import sys\ndef tool(text): sys.exit(text)\n")
     tool = Tool(ToolConfig(path=f"{tmp_path}/mine.py:tool"), timeout_s=10)
     assert "SystemExit: bye" in await tool.answer("bye")

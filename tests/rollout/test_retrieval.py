@@ -1,4 +1,4 @@
-"""Search by BM25, against the formula written as loops; what is no corpus is named."""
+"""BM25 search against the formula written as loops, and errors of a corpus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_best_documents_come_first(tmp_path):
     assert search("radium") == "Curie: radium" and search("gold") == "nothing found"
 
 
-def test_search_r1_s_documents_are_read_too(tmp_path):
+def test_documents_of_search_r1_are_read(tmp_path):
     assert (
         Retrieval(_corpus(tmp_path, ['{"id": "0", "contents": "\\"Ada\\"\\nwrote notes"}']))(
             "notes"
@@ -54,7 +54,7 @@ def test_search_r1_s_documents_are_read_too(tmp_path):
     )
 
 
-def test_what_is_no_corpus_is_named(tmp_path):
+def test_an_invalid_corpus_is_an_error_with_the_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         Retrieval(str(tmp_path / "none.jsonl"))
     with pytest.raises(

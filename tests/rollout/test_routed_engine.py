@@ -41,7 +41,7 @@ GROUP = PlannedGroup(group_id="b:00000001", prompt="p", prompt_ids=(5, 6, 7), se
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    """A mixture of four experts, in transformers and behind a server that names them."""
+    """A mixture of four experts, in transformers and behind a server that returns them."""
     folder = tmp_path_factory.mktemp("moe")
     sizes = {
         "hidden_size": 64,
@@ -116,7 +116,7 @@ def client_of(moe) -> GenerateClient:
 
 
 def check(moe, sample: Sample, tokens: int | None = None) -> None:
-    """Its experts are those of transformers: of all tokens but the last, or of so many."""
+    """Check a sample's experts against transformers, for all tokens but the last or for `tokens`."""
     ids = [*sample.prompt_ids, *sample.response_ids]
     with torch.no_grad():
         logits = moe.model(torch.tensor([ids]), output_router_logits=True).router_logits
@@ -129,7 +129,7 @@ def check(moe, sample: Sample, tokens: int | None = None) -> None:
 
 
 class Letters:
-    """A tokenizer of numbers, with a template that only appends."""
+    """A tokenizer of numbers with a template that only appends."""
 
     chat_template = "yes"
     name_or_path = "letters"
@@ -147,7 +147,7 @@ class Letters:
         )
 
 
-async def test_a_cut_off_group_goes_on_and_the_trainer_computes_what_the_engine_computed(moe):
+async def test_trainer_and_engine_agree_on_a_group_that_was_cut_off_and_continued(moe):
     async with client_of(moe) as client:
         sampling = {**SAMPLING, "max_new_tokens": 200}
         for wait_s in (
@@ -201,7 +201,7 @@ async def test_a_cut_off_group_goes_on_and_the_trainer_computes_what_the_engine_
     )
 
 
-async def test_what_an_agent_says_through_openai_s_interface_has_its_experts(moe):
+async def test_samples_of_an_openai_session_have_routed_experts(moe):
     made: list[ChatSessions] = []
 
     def routes(gateway: Gateway):

@@ -1,5 +1,7 @@
-"""Experts that engines name, on their way into samples: engines of fixed answers. The real one:
-`test_routed_engine`."""
+"""Routed experts from answers to samples, with engines of fixed answers.
+
+`test_routed_engine` uses a real engine.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ async def single(engine: Engine, so_far=(), width: int = WIDTH) -> list[Sample]:
         )
 
 
-async def test_a_sample_has_the_experts_of_all_its_tokens_but_the_last():
+async def test_a_sample_has_the_experts_of_all_tokens_but_the_last():
     engine = Engine(([8, 9], "stop"), ([8, 9, 10, 11], "length"))
     first, second = await single(engine)
     assert first.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 9], 0).tolist()
@@ -102,7 +104,7 @@ async def test_a_sample_has_the_experts_of_all_its_tokens_but_the_last():
     assert [body["routed_experts_start_len"] for body in engine.asked] == [0]
 
 
-async def test_nobody_is_asked_for_experts_that_nobody_wants():
+async def test_requests_without_routing_replay_ask_for_no_experts():
     engine = Engine(([8], "stop"), ([9], "stop"))
     async with engine.client() as client:
         samples = await SingleTurn(client, SAMPLING, decode=str, context_len=64)(GROUP)
@@ -110,7 +112,7 @@ async def test_nobody_is_asked_for_experts_that_nobody_wants():
     assert [sample.rollout_routed_experts for sample in samples] == [None, None]
 
 
-async def test_what_was_aborted_keeps_the_experts_it_was_sampled_with_and_the_next_answer_adds_the_rest():
+async def test_an_aborted_response_keeps_its_experts_and_the_continuation_adds_the_rest():
     engine = Engine(([8, 9], "abort"), ([8], "stop"), ([10, 11], "length"))
     first, _ = await single(engine)
     earlier = rows_of([5, 6, 7, 8, 9], 0)
@@ -119,14 +121,14 @@ async def test_what_was_aborted_keeps_the_experts_it_was_sampled_with_and_the_ne
     assert [body["routed_experts_start_len"] for body in engine.asked] == [0, 4]
 
 
-async def test_what_was_aborted_while_it_waited_is_routed_by_the_next_answer():
+async def test_a_response_aborted_in_the_queue_gets_experts_from_the_continuation():
     engine = Engine(([8, 9], "abort"), ([], "abort"), ([10], "stop"), ([8], "stop"), waiting=2)
     first, second = await single(engine)
     assert first.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 9, 10], 2).tolist()
     assert second.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8], 3).tolist()
 
 
-async def test_a_response_that_is_cut_shorter_loses_rows_too():
+async def test_a_shortened_response_loses_rows_of_experts():
     engine = Engine(([8, 20, 9], "abort"), ([8], "stop"))
     async with engine.client() as client:
         sampling = {**SAMPLING, "stop_token_ids": [20]}
@@ -139,7 +141,7 @@ async def test_a_response_that_is_cut_shorter_loses_rows_too():
     )
 
 
-async def test_a_sample_of_an_earlier_iteration_goes_on_with_its_experts():
+async def test_a_continued_sample_keeps_the_experts_of_the_earlier_iteration():
     earlier = [planned_sample(GROUP, index) for index in range(2)]
     for sample in earlier:
         sample.response_ids = [8, 9]
@@ -152,14 +154,14 @@ async def test_a_sample_of_an_earlier_iteration_goes_on_with_its_experts():
     assert second.rollout_routed_experts[-1].tolist() == [9, 1004]
 
 
-async def test_an_engine_that_names_none_is_an_error_that_says_what_to_do():
+async def test_an_engine_without_routed_experts_is_an_error_with_the_remedy():
     with pytest.raises(
         EngineError, match=r"(?s)does not return routed experts.*--enable-return-routed-experts"
     ):
         await single(Engine(([8], "stop"), ([9], "stop"), silent=True))
 
 
-async def test_an_answer_for_another_model_s_layers_is_refused():
+async def test_experts_of_another_number_of_layers_are_refused():
     with pytest.raises(EngineRejected, match="not 3 tokens × 4"):
         await single(Engine(*[([8], "stop")] * 6), width=4)
 
@@ -218,7 +220,7 @@ async def _posted(told: Told, *bodies: dict, routed: bool = True) -> tuple[list[
         ], gateway.journal
 
 
-async def test_a_function_that_asks_for_experts_is_told_them_as_by_an_engine():
+async def test_the_gateway_returns_experts_like_an_engine():
     asked = {"return_routed_experts": True}
     bodies = [
         {"input_ids": [5, 6], **asked},
@@ -237,7 +239,7 @@ async def test_a_function_that_asks_for_experts_is_told_them_as_by_an_engine():
     assert "train.use_rollout_routing_replay" in refused["error"]["message"]
 
 
-async def test_an_agent_s_turns_are_asked_for_what_is_missing_and_are_one_sample():
+async def test_an_agents_turns_request_only_missing_experts_and_make_one_sample():
     told = Told([50, 51], [52], [53, 54])
     made = []
 
@@ -284,7 +286,7 @@ def sampled(response: list[int], mask: list[int] | None = None) -> Sample:
     return sample
 
 
-async def test_a_function_that_says_nothing_of_experts_gets_those_of_the_answers_its_tokens_are_from():
+async def test_a_sample_without_experts_gets_the_experts_of_the_answers():
     told = Told([8, 9], [12])
     _, journal = await _posted(
         told, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8, 9, 10, 11]}
@@ -296,7 +298,7 @@ async def test_a_function_that_says_nothing_of_experts_gets_those_of_the_answers
     )
 
 
-def test_what_there_was_before_keeps_its_experts_and_the_answer_adds_the_rest():
+def test_tokens_of_an_earlier_iteration_keep_their_experts():
     before = sampled([8, 9])
     before.rollout_routed_experts = rows_of([5, 6, 7, 8, 9], 4)
     before.weight_versions = [(2, 0)]
@@ -317,7 +319,7 @@ def test_what_there_was_before_keeps_its_experts_and_the_answer_adds_the_rest():
     ]
 
 
-def test_experts_in_slime_s_shape_are_taken_and_others_refused():
+def test_experts_in_slimes_shape_are_accepted_and_other_shapes_refused():
     mine = sampled([8, 9])
     mine.rollout_routed_experts = rows_of([5, 6, 7, 8, 9]).astype(np.int32).reshape(4, WIDTH, 1)
     row = as_row(mine, Journal())

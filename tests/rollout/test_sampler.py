@@ -1,4 +1,4 @@
-"""Which groups run, when they are flushed, and what becomes of failures."""
+"""Which groups run, when they are written, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _more(part: PlanPart) -> PlanPart:
 
 
 class _Sampling:
-    """A generate function that takes `seconds[group_id]` and counts how many run at once."""
+    """A generate function that takes `seconds[group_id]` and counts its concurrent calls."""
 
     def __init__(
         self, seconds: dict[str, float] | None = None, errors: dict[str, Exception] | None = None
@@ -85,7 +85,7 @@ class _Sampling:
 
 
 class _Kept(MemoryRows):
-    """Collects flushed groups; gives back what it was told an earlier attempt left."""
+    """Collect written groups; return the groups of an earlier attempt."""
 
     def __init__(self, finished: Sequence[Sample] = (), cut: Sequence[Sample] = ()) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ async def test_adopted_groups_are_not_sampled_again():
     )
 
 
-async def test_nothing_to_do_is_done():
+async def test_a_rollout_with_all_groups_adopted_samples_nothing():
     kept = _Kept([_done("b:0")])
     assert (await _run(_part(1), _Sampling(), kept)).adopted_groups == 1
     assert kept.flushes == []
@@ -232,7 +232,7 @@ async def test_cancelling_keeps_the_finished_groups():
     assert kept.ids == ["b:0", "b:1"] and sampling.now == 0
 
 
-async def test_an_error_that_is_not_ours_ends_the_rollout_as_itself():
+async def test_an_unexpected_exception_ends_the_rollout_unchanged():
     with pytest.raises(ZeroDivisionError):
         await _run(_part(3), _Sampling(errors={"b:1": ZeroDivisionError()}), _Kept())
 
@@ -246,7 +246,7 @@ async def test_a_flush_that_fails_ends_the_rollout():
         await _run(_part(3), _Sampling({"b:2": 60}), Full(), _settings(flush_interval_s=0.1))
 
 
-async def test_the_first_to_finish_make_the_batch_and_the_others_wait_in_the_buffer():
+async def test_the_first_finished_groups_make_the_batch_and_the_others_wait_in_the_buffer():
     sampling = _Sampling({"b:0": 60, "b:5": 60})
     kept = _Kept()
     settings = _settings(batch_size=3, static=False, partial=True)
@@ -263,7 +263,7 @@ async def test_the_first_to_finish_make_the_batch_and_the_others_wait_in_the_buf
     assert sorted(kept.cut) == ["b:0", "b:5"] and kept.ids == ["b:1", "b:2", "b:3", "b:4"]
 
 
-async def test_without_partial_rollout_what_is_cut_off_is_kept_but_starts_again():
+async def test_without_partial_rollout_a_cut_off_group_is_stored_and_starts_again():
     sampling = _Sampling({"b:0": 60})
     kept = _Kept()
     settings = _settings(batch_size=2, static=False)
@@ -275,7 +275,7 @@ async def test_without_partial_rollout_what_is_cut_off_is_kept_but_starts_again(
     )
 
 
-async def test_groups_that_never_got_a_slot_wait_without_rows():
+async def test_groups_without_a_slot_wait_without_rows():
     sampling = _Sampling()
     kept = _Kept()
     result = await _run(
@@ -286,7 +286,7 @@ async def test_groups_that_never_got_a_slot_wait_without_rows():
     )
 
 
-async def test_in_order_of_the_plan_it_does_not_matter_who_is_first():
+async def test_in_order_of_the_plan_the_time_of_finishing_does_not_matter():
     sampling = _Sampling({"b:0": 0.3, "b:1": 0.2})
     result = await _run(
         _part(4),
@@ -324,7 +324,7 @@ async def test_fallback_groups_fill_a_batch_instead_of_another_round(in_order: b
     assert (result.progress.accepted_groups, len(kept.ids)) == (3, 4)
 
 
-async def test_fallback_groups_of_one_round_still_count_in_the_next_where_fit_ones_come_first():
+async def test_fallback_groups_count_in_the_next_round_after_fit_groups():
     def keep(samples: Sequence[Sample]) -> Rejection | None:
         number = int(samples[0].group_id[2:])
         return None if number >= 4 else Rejection("early", fallback=number == 0)
@@ -360,7 +360,7 @@ async def test_rejected_groups_are_dropped_and_more_are_drawn():
     )
 
 
-async def test_a_retry_takes_up_all_parts_that_an_earlier_attempt_went_on_to():
+async def test_a_retry_adopts_all_parts_of_an_earlier_attempt():
     parts = [_part(4), _more(_part(4))]
     kept = _Kept([_done("b:1"), _done("b:2"), _done("b:5")])
     sampling = _Sampling()
@@ -391,7 +391,7 @@ async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
         )
 
 
-async def test_a_finished_group_from_the_buffer_is_taken_over_without_sampling():
+async def test_a_finished_group_of_the_buffer_is_not_sampled():
     class Earlier(_Kept):
         def earlier(self, digest, group_ids):
             assert digest == "old"

@@ -1,5 +1,4 @@
-"""What agents and functions send to the gateway: answered, or refused with what is wrong; nothing
-ends the server."""
+"""Invalid requests to the gateway are refused with the reason, and the server stays up."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def _refused(answer: tuple[int, dict[str, Any]], asked: Any, where: str = "") ->
     assert where in said["error"]["message"]
 
 
-async def test_chats_of_other_types_are_refused_by_name_and_the_session_goes_on():
+async def test_invalid_chat_requests_are_refused_by_field_and_the_session_stays_open():
     async with _gateway() as ask:
         for body in CHATS:
             _refused(await ask("/sessions/s/v1/chat/completions", json.dumps(body)), body)
@@ -101,20 +100,20 @@ async def test_chats_of_other_types_are_refused_by_name_and_the_session_goes_on(
     assert status == 200 and said["choices"][0]["message"]["content"] == "yes"
 
 
-async def test_requests_to_generate_of_other_types_are_refused_by_name():
+async def test_invalid_generate_requests_are_refused_by_field():
     async with _gateway() as ask:
         for body in GENERATES:
             _refused(await ask("/generate", json.dumps(body)), body, "/generate")
 
 
-async def test_bytes_that_are_no_json_are_refused():
+async def test_a_body_that_is_not_json_is_refused():
     async with _gateway() as ask:
         for content in (b"", b"{", b"\xff\xfe", DEEP.encode(), b"9" * 5000):
             for path in ("/generate", "/v1/chat/completions", "/sessions/s/v1/chat/completions"):
                 _refused(await ask(path, content), content, path)
 
 
-async def test_a_session_that_is_not_there_is_refused():
+async def test_an_unknown_session_is_refused():
     async with _gateway() as ask:
         _refused(
             await ask("/sessions/other/v1/chat/completions", json.dumps({"messages": HELLO})),
@@ -123,7 +122,7 @@ async def test_a_session_that_is_not_there_is_refused():
         )
 
 
-async def test_what_openai_has_and_we_do_not_read_is_left_aside():
+async def test_other_fields_of_openai_are_ignored():
     more = {"user": 5, "seed": "x", "metadata": [], "max_tokens": None, "stop": None, "store": True}
     async with _gateway() as ask:
         status, _ = await ask("/v1/chat/completions", json.dumps({"messages": HELLO, **more}))

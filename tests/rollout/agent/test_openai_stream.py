@@ -1,5 +1,4 @@
-"""Streams of an unmodified client: out as sampled, one message in the end, and the engine's tokens
-in the session."""
+"""Streamed replies to an unmodified OpenAI client, and their tokens in the session."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ TOOLS = [
 
 
 class _Letters:
-    """A token a letter, and a template that just appends."""
+    """One token per letter, and a template that only appends."""
 
     chat_template = "yes"
     name_or_path = "letters"
@@ -65,7 +64,7 @@ class _Letters:
 
 
 class Engine:
-    """Says it in two halves, the second when it is let go; or ends in an error there."""
+    """Return the reply in two halves, the second one or an error after `go` is set."""
 
     end_ids = frozenset({END})
 
@@ -110,8 +109,8 @@ async def opened(engine: Engine) -> AsyncIterator[tuple[openai.AsyncOpenAI, Chat
 async def _read(
     engine: Engine, client: openai.AsyncOpenAI, **keywords: Any
 ) -> tuple[list[str], Any]:
-    """The texts that came before the engine was let go, and the whole message as the client's own
-    library puts it together."""
+    """Return the texts before the engine was released, and the whole message as the client's
+    library assembles it."""
     early: list[str] = []
     async with client.chat.completions.stream(model="m", messages=HELLO, **keywords) as stream:
         async for event in stream:
@@ -121,7 +120,7 @@ async def _read(
         return early, await stream.get_final_completion()
 
 
-async def test_what_is_sampled_goes_out_before_the_reply_is_finished():
+async def test_text_is_sent_before_the_reply_is_finished():
     engine = Engine("good morning to you", half=9)
     async with opened(engine) as (client, sessions, _):
         early, whole = await _read(
@@ -149,7 +148,9 @@ async def test_what_is_sampled_goes_out_before_the_reply_is_finished():
     ("said", "early", "content"),
     [(f"let me see\n{CALL}", "let me", "let me see"), (CALL, None, None)],
 )
-async def test_a_call_goes_out_whole_and_the_text_before_it_as_it_comes(said, early, content):
+async def test_a_tool_call_is_sent_as_a_whole_and_the_text_before_it_as_it_is_sampled(
+    said, early, content
+):
     engine = Engine(said, half=7)
     if early is None:
         engine.go.set()
@@ -162,7 +163,7 @@ async def test_a_call_goes_out_whole_and_the_text_before_it_as_it_comes(said, ea
     assert whole.choices[0].finish_reason == "tool_calls"
 
 
-async def test_an_engine_that_is_lost_for_good_is_an_error_in_the_stream_and_before_it_a_status():
+async def test_a_lost_engine_is_an_error_in_the_stream_or_a_status_before_the_stream():
     error = EngineUnavailable("no engine answered", where="w")
     for half, kind in ((5, openai.APIError), (0, openai.InternalServerError)):
         engine = Engine("good morning", half, error)
@@ -176,7 +177,7 @@ async def test_an_engine_that_is_lost_for_good_is_an_error_in_the_stream_and_bef
             )
 
 
-async def test_log_probs_of_tokens_without_text_go_out_too():
+async def test_log_probs_of_tokens_without_text_are_sent():
     engine = Engine("yes", half=3)
     async with opened(engine) as (client, _, _):
         early, whole = await _read(engine, client, logprobs=True)
@@ -184,7 +185,7 @@ async def test_log_probs_of_tokens_without_text_go_out_too():
     assert [one.token_id for one in whole.choices[0].logprobs.content] == engine.ids
 
 
-async def test_slimes_streams_have_all_tokens_so_far():
+async def test_each_event_of_sglangs_stream_has_all_tokens_so_far():
     engine = Engine("good", half=2)
     engine.go.set()
     async with opened(engine) as (_, _, url), httpx.AsyncClient() as client:

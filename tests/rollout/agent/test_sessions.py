@@ -1,4 +1,4 @@
-"""A conversation in messages is samples, token for token."""
+"""A conversation in messages becomes samples, token for token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ END = "#"
 
 
 class _Letters:
-    """A token a letter, and a template in the manner of ChatML: `u:hello#a:`; trims what it
-    writes."""
+    """One token per letter, and a template like ChatML, `u:hello#a:`, that trims contents."""
 
     def __init__(self, *, forgets: bool = False) -> None:
         self.forgets = forgets
@@ -46,7 +45,7 @@ def _said(text: str) -> Message:
 
 
 class _Agent:
-    """Talks, and remembers what was sampled in all."""
+    """An agent that chats in one session."""
 
     def __init__(self, text: _Letters) -> None:
         self.text, self.conversation, self.version = text, Conversation(text), 0
@@ -94,7 +93,7 @@ def _shown(sample: Sample) -> tuple[str, str]:
     )
 
 
-def test_a_conversation_that_goes_on_is_one_sample():
+def test_a_continued_conversation_is_one_sample():
     agent = _Agent(_Letters())
     first = agent.say([_user("hi")], "yes#")
     second = agent.say([_user("hi"), _said("yes"), _user("so")], "ok#")
@@ -117,7 +116,9 @@ def test_a_conversation_that_goes_on_is_one_sample():
         ("yes STOP", "yes ", "stop", "#\nu:so#\na:"),
     ],
 )
-def test_what_was_sampled_stays_whatever_the_template_writes(sampled, given_out, reason, glue):
+def test_sampled_tokens_are_kept_if_the_template_changes_their_text(
+    sampled, given_out, reason, glue
+):
     agent = _Agent(_Letters())
     agent.say([_user("hi")], sampled, given_out, reason)
     assert (
@@ -126,7 +127,7 @@ def test_what_was_sampled_stays_whatever_the_template_writes(sampled, given_out,
     )
 
 
-def test_a_reply_that_the_template_rewrites_later_begins_another_sample_and_each_is_trained_once():
+def test_a_reply_that_the_template_rewrites_begins_another_sample():
     agent = _Agent(_Letters(forgets=True))
     agent.say([_user("hi")], "(hm)yes#")
     assert (
@@ -138,7 +139,7 @@ def test_a_reply_that_the_template_rewrites_later_begins_another_sample_and_each
     ]
 
 
-def test_a_reply_is_not_gone_on_from_with_other_tools():
+def test_a_request_with_other_tools_does_not_continue_a_reply():
     agent = _Agent(_Letters())
     agent.say([_user("hi")], "yes#")
     messages = [_user("hi"), _said("yes"), _user("so")]
@@ -146,7 +147,7 @@ def test_a_reply_is_not_gone_on_from_with_other_tools():
     assert agent.conversation.ask(messages, [{"type": "function"}]).before is None
 
 
-def test_two_requests_that_continue_one_reply_begin_a_sample_each_with_the_very_tokens_before():
+def test_two_continuations_of_one_reply_are_two_samples_with_the_same_first_tokens():
     agent = _Agent(_Letters())
     agent.say([_user("hi")], " yes#", " yes")
     agent.say([_user("hi"), _said(" yes"), _user("a")], "1#")
@@ -159,7 +160,7 @@ def test_two_requests_that_continue_one_reply_begin_a_sample_each_with_the_very_
     ]
 
 
-def test_each_sample_has_the_experts_of_all_its_tokens_those_before_it_branched_included():
+def test_a_branched_sample_has_the_experts_of_the_tokens_before_the_branch():
     agent = _Agent(_Letters())
     hello = [_user("one")]
     agent.say(hello, "two#")
@@ -173,14 +174,14 @@ def test_each_sample_has_the_experts_of_all_its_tokens_those_before_it_branched_
         assert sample.rollout_routed_experts[:, 1].tolist() == wanted
 
 
-def test_other_messages_begin_another_sample():
+def test_changed_messages_begin_another_sample():
     agent = _Agent(_Letters())
     agent.say([_user("hi")], "yes#")
     assert agent.say([_user("hi"), _said("no"), _user("so")], "ok#") == "u:hi#\na:no#\nu:so#\na:"
     assert len(agent.samples()) == 2
 
 
-def test_what_a_client_adds_to_a_message_does_not_matter():
+def test_additional_fields_of_a_clients_messages_are_ignored():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     conversation = Conversation(_Letters())
     turn = conversation.ask([_user("hi")])

@@ -1,4 +1,4 @@
-"""Token ids through a real router and a real engine."""
+"""Sampling through a real router and a real engine."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ async def test_log_probs_equal_transformers(live, temperature):
 
 
 @pytest.mark.integration
-async def test_seeds_ask_for_one_sample_each(live):
+async def test_each_seed_gives_one_sample(live):
     async with _client(live.router.url) as client:
         assert len(await client.generate([5, 6], SAMPLING, seeds=[1, 2, 3])) == 3
 
 
 @pytest.mark.parametrize("prompt", [[], [5, VOCAB_SIZE], [-1]])
-async def test_a_prompt_that_would_end_the_engine_never_reaches_it(prompt):
+async def test_a_prompt_that_would_crash_the_engine_is_refused(prompt):
     async with _client("http://127.0.0.1:9") as client:
         with pytest.raises(DataError, match="group b:7"):
             await client.generate(prompt, SAMPLING, where="group b:7")
 
 
 @pytest.mark.integration
-async def test_one_refused_group_does_not_take_the_others_with_it(live):
+async def test_a_refused_group_does_not_fail_the_others_of_its_request(live):
     async with _client(live.router.url, samples_per_request=64) as client:
         good, bad = await asyncio.gather(
             client.generate([5, 6], {**SAMPLING, "max_new_tokens": 100}, n=2, where="good"),
@@ -84,7 +84,7 @@ async def test_one_refused_group_does_not_take_the_others_with_it(live):
 
 
 @pytest.mark.integration
-async def test_a_wait_ends_at_its_deadline_and_names_the_group(live):
+async def test_a_request_ends_at_the_deadline_and_the_error_names_the_group(live):
     async with _client(live.router.url) as client, Engine(live.server.url) as engine:
         await engine.pause()
         start_s = time.monotonic()

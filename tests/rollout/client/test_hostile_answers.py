@@ -1,5 +1,5 @@
-"""Engines, routers and servers of rewards that answer anything: what is read is right, or one named
-error says who and what."""
+"""Invalid answers of engines, routers and reward servers are read correctly or give a named
+error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _with(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 @given(st.sampled_from(PLACES), JSON)
-def test_an_answer_with_anything_in_one_place_is_a_whole_response_or_rejected(
+def test_an_answer_with_a_changed_value_is_a_complete_response_or_rejected(
     place: tuple[Any, ...], value: Any
 ):
     with suppress(EngineRejected):
@@ -93,7 +93,7 @@ def test_an_answer_with_anything_in_one_place_is_a_whole_response_or_rejected(
 
 
 @given(st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_no_answer(content: bytes):
+def test_arbitrary_bytes_are_rejected(content: bytes):
     with pytest.raises(EngineRejected, match="w: the answer"):
         read_generations(httpx.Response(200, content=content), 1, "e", 0.0, "w")
 
@@ -116,9 +116,7 @@ def test_any_bytes_are_no_answer(content: bytes):
         ({"finish_reason": {"type": "done"}}, "'done'"),
     ],
 )
-async def test_a_response_that_was_not_asked_for_is_rejected_by_name(
-    change: dict[str, Any], said: str
-):
+async def test_an_invalid_response_is_rejected_with_the_group(change: dict[str, Any], said: str):
     async with (
         _server(lambda _: orjson.dumps([{"meta_info": {**META, **change}}])) as url,
         _client(url) as client,
@@ -128,7 +126,7 @@ async def test_a_response_that_was_not_asked_for_is_rejected_by_name(
     assert caught.value.where == "group b:7"
 
 
-async def test_what_nobody_expected_is_told_to_who_waits_at_once():
+async def test_an_unexpected_exception_reaches_the_caller_at_once():
     said = orjson.dumps({"meta_info": {**META, "finish_reason": None}})
 
     def breaks(_: Generation) -> None:
@@ -140,7 +138,7 @@ async def test_what_nobody_expected_is_told_to_who_waits_at_once():
                 await client.generate([1], {"max_new_tokens": 2}, watch=breaks)
 
 
-async def test_who_waits_for_a_client_that_is_closed_hears_of_it():
+async def test_a_closed_client_raises_in_its_callers():
     async with _server(_endless) as url, _client(url) as client:
         waiting = asyncio.create_task(
             client.generate([1], {"max_new_tokens": 2}, where="group b:7")
@@ -152,7 +150,7 @@ async def test_who_waits_for_a_client_that_is_closed_hears_of_it():
                 await waiting
 
 
-def test_an_aborted_response_ends_where_the_engine_still_knows_its_weights():
+def test_an_aborted_response_ends_with_the_last_known_weight_version():
     meta = {
         **META,
         "finish_reason": {"type": "abort"},
@@ -166,7 +164,7 @@ def test_an_aborted_response_ends_where_the_engine_still_knows_its_weights():
 
 @asynccontextmanager
 async def _server(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
-    """A server that answers every request with these bytes, or with this response."""
+    """Serve the same bytes or response for every request."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         said = answer(request)
@@ -216,7 +214,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize("said", LISTS)
-async def test_a_router_that_lists_something_else_is_an_error_at_once(said: bytes):
+async def test_an_invalid_list_of_workers_is_an_error_at_once(said: bytes):
     async with _server(lambda _: said) as url, _client(url) as client:
         with pytest.raises(EngineError, match="router"):
             await client.generate([1], {"max_new_tokens": 2}, routed_from=0)
@@ -224,7 +222,7 @@ async def test_a_router_that_lists_something_else_is_an_error_at_once(said: byte
             await asyncio.to_thread(ExternalRouter(url).workers)
 
 
-async def test_a_redirect_is_no_success():
+async def test_a_redirect_is_an_error():
     async with _server(
         lambda _: web.Response(status=307, headers={"Location": "http://127.0.0.1:9/"})
     ) as url:
@@ -237,7 +235,7 @@ async def test_a_redirect_is_no_success():
     assert row.reward is None and "HTTP 307" in str(row.error)
 
 
-async def test_bytes_that_are_not_packed_as_they_say_are_named():
+async def test_a_body_with_wrong_content_encoding_is_an_error():
     def torn(_: web.Request) -> web.Response:
         return web.Response(
             body=b"\x00" + gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"}
@@ -263,14 +261,14 @@ async def test_bytes_that_are_not_packed_as_they_say_are_named():
         b'[{"meta_info": {"input_token_logprobs": [[null], [NaN, 1]]}}]',
     ],
 )
-async def test_an_engine_that_says_something_else_is_rejected(said: bytes):
+async def test_invalid_answers_to_administration_requests_are_rejected(said: bytes):
     async with _server(lambda _: said) as url, Engine(url) as engine:
         for asked in (engine.score([[1, 2]]), engine.require_spans(), engine.weight_version()):
             with pytest.raises(EngineRejected, match="cannot be read"):
                 await asked
 
 
-async def test_scores_are_one_for_each_token_of_each_sequence():
+async def test_scores_have_one_value_per_token_of_each_sequence():
     said = orjson.dumps([{"meta_info": {"input_token_logprobs": [[None, 1], [-1.0, 2]]}}])
     async with _server(lambda _: said) as url, Engine(url) as engine:
         assert await engine.score([[1, 2]]) == [[-1.0]]
@@ -279,7 +277,7 @@ async def test_scores_are_one_for_each_token_of_each_sequence():
                 await engine.score(sequences)
 
 
-async def test_who_never_stops_answering_is_not_listened_to_for_ever(
+async def test_an_endless_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(http, "LARGEST_ANSWER_BYTES", 10**6)
@@ -325,7 +323,7 @@ def _rewards(url: str) -> RewardConfig:
         b"1" + b"0" * 400,
     ],
 )
-async def test_a_reward_that_is_no_number_is_the_error_of_its_row(said: bytes):
+async def test_an_invalid_reward_is_the_error_of_its_row(said: bytes):
     async with _server(lambda _: said) as url:
         (row,) = await score([SAMPLE], _rewards(url))
     assert row.reward is None and row.error
@@ -338,7 +336,7 @@ async def test_a_reward_that_is_no_number_is_the_error_of_its_row(said: bytes):
         max_size=3,
     )
 )
-def test_a_stream_of_anything_is_a_response_or_a_named_error(events: list[Any]):
+def test_an_arbitrary_stream_is_a_response_or_a_named_error(events: list[Any]):
     def handle(request: httpx.Request) -> httpx.Response:
         lines = [
             event if isinstance(event, bytes) else json.dumps({"meta_info": _with(*event)}).encode()

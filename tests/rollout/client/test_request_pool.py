@@ -1,4 +1,4 @@
-"""Which engine is asked past the router."""
+"""Choice of the engine for requests that bypass the router."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_engine_with_the_fewest_requests_is_next():
             assert again == "http://e0", "what is over does not count"
 
 
-def test_a_key_keeps_to_its_engine_whoever_else_comes_or_goes():
+def test_a_routing_key_keeps_its_engine_when_other_engines_join_or_leave():
     direct = DirectRouting()
     keys = [f"g.{number}" for number in range(64)]
 
@@ -41,7 +41,7 @@ def test_a_key_keeps_to_its_engine_whoever_else_comes_or_goes():
     assert all(fewer[key] == home for key, home in every.items() if home != "http://e0")
 
 
-def test_what_is_not_healthy_or_was_not_there_is_not_asked():
+def test_unhealthy_and_lost_engines_are_not_chosen():
     sick = [{**WORKERS[0], "is_healthy": False}, *WORKERS[1:3]]
     direct = DirectRouting()
     with direct.engine(sick, None, {"http://e1"}) as url:
@@ -52,7 +52,7 @@ def test_what_is_not_healthy_or_was_not_there_is_not_asked():
         pass
 
 
-async def test_an_engine_that_died_is_left_for_another_one():
+async def test_a_request_to_a_dead_engine_is_sent_to_another_engine():
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:

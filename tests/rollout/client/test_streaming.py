@@ -1,5 +1,4 @@
-"""Responses that come as they are sampled: the same tokens as whole answers, whatever happens on
-the way."""
+"""Streamed responses have the same tokens as complete answers, also after aborts and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40,
 
 
 class _Told(list[Generation]):
-    """What a watcher was told, in order."""
+    """Partial responses that a watch got, in order."""
 
     def check(self, whole: Generation) -> None:
         held: list[int] = []
@@ -43,7 +42,7 @@ class _Told(list[Generation]):
 
 
 @pytest.mark.integration
-async def test_a_real_engine_streams_through_the_router_and_goes_on_after_an_abort(live):
+async def test_a_real_engine_streams_through_the_router_and_continues_after_an_abort(live):
     told = _Told()
     async with (
         GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=60) as client,
@@ -87,7 +86,7 @@ def _event(
 
 
 class _Scripted:
-    """Answers each request with its events in order; an exception among them breaks the
+    """Answer each request with its events in order; an exception among them breaks the
     connection."""
 
     def __init__(self, *answers: list[Any]) -> None:
@@ -122,7 +121,7 @@ async def _streamed(*answers: list[Any]) -> tuple[Generation, _Told, list[dict[s
     return whole, told, script.asked
 
 
-async def test_events_with_all_tokens_and_with_new_ones_are_the_same_response():
+async def test_events_with_all_tokens_and_events_with_new_tokens_give_the_same_response():
     every, _, (asked,) = await _streamed([_event([1]), _event([1, 2]), _event([1, 2, 3], "stop")])
     length = "output_token_logprobs_length"
     new, told, _ = await _streamed(
@@ -146,7 +145,7 @@ async def test_events_with_all_tokens_and_with_new_ones_are_the_same_response():
     assert (asked["stream"], asked["input_ids"]) == (True, [9])
 
 
-async def test_tokens_that_come_twice_in_one_event_are_taken_once():
+async def test_tokens_that_are_twice_in_one_event_are_read_once():
     length = "output_token_logprobs_length"
     whole, _, _ = await _streamed(
         [_event([1], None, {length: 1}), _event([2, 1, 2], "stop", {length: 2})]
@@ -155,14 +154,14 @@ async def test_tokens_that_come_twice_in_one_event_are_taken_once():
 
 
 @pytest.mark.parametrize("length", [5, -1, "2"])
-async def test_tokens_that_do_not_fit_those_before_are_refused(length: Any):
+async def test_tokens_that_do_not_follow_the_earlier_tokens_are_refused(length: Any):
     with pytest.raises(EngineRejected, match="cannot be read"):
         await _streamed(
             [_event([1]), _event([2], "stop", {"output_token_logprobs_length": length})]
         )
 
 
-async def test_a_connection_that_breaks_in_the_middle_is_gone_on_from():
+async def test_a_response_continues_after_a_broken_connection():
     spans = {"weight_versions": [{"version": "b@1@d", "start": 0, "end": 9}]}
     broken = [_event([1]), _event([1, 2], None, spans), httpx.ReadError("gone")]
     whole, told, asked = await _streamed(
@@ -174,7 +173,7 @@ async def test_a_connection_that_breaks_in_the_middle_is_gone_on_from():
     assert (asked[1]["input_ids"], asked[1]["sampling_params"]["max_new_tokens"]) == ([9, 1, 2], 2)
 
 
-async def test_one_that_breaks_before_the_first_token_is_asked_again():
+async def test_a_connection_that_breaks_before_the_first_token_is_repeated():
     whole, _, asked = await _streamed([httpx.ReadError("gone")], [_event([7], "stop")])
     assert whole.response_ids == [7] and asked[0] == asked[1]
 
@@ -198,7 +197,7 @@ async def test_an_error_in_the_stream_is_an_error():
             await _streamed([event])
 
 
-async def test_a_stream_without_an_end_is_no_answer():
+async def test_a_stream_without_an_end_is_an_error():
     script = _Scripted(*([[]] * 50))
     async with script.client() as client:
         client.pool.deadline_s = 0.3
@@ -207,8 +206,8 @@ async def test_a_stream_without_an_end_is_no_answer():
 
 
 @given(st.text(alphabet="ab é€😀\n<tol_c>", max_size=30), st.data())
-def test_what_goes_out_of_a_growing_text_is_never_taken_back(text: str, data):
-    """A token is a byte here, so that characters come in halves."""
+def test_sent_text_of_a_growing_text_is_never_changed(text: str, data):
+    """A token is a byte here, so characters are split."""
     ids = list(text.encode())
     with_tools = data.draw(st.booleans())
     growing = GrowingText(lambda some: bytes(some).decode(errors="replace"))
@@ -237,11 +236,11 @@ def test_what_goes_out_of_a_growing_text_is_never_taken_back(text: str, data):
         ("a ", "a"),
     ],
 )
-def test_what_may_become_a_stop_text_or_a_call_waits(text, sent):
+def test_text_that_may_become_a_stop_text_or_a_call_is_held_back(text, sent):
     assert stable_prefix(text, ["STOP"], with_tools="ST" not in text) == sent
 
 
-def test_a_message_begins_with_what_was_sent_of_it():
+def test_a_message_begins_with_the_text_that_was_sent():
     said = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
     assert with_sent_prefix(said, "\n\nfind")["content"] == "\n\nfind it"
     assert with_sent_prefix(said, "fund")["content"] == "fund it", (

@@ -1,4 +1,4 @@
-"""What the user's functions say of a rollout that is over, and filters in slime's form."""
+"""User functions for a finished rollout, and filters in slime's form."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _afterwards(seen: list[list[str]] | None = None, **paths: str) -> FinishedRo
     )  # pyright: ignore[reportArgumentType]
 
 
-def test_the_sample_filter_sees_the_batch_and_the_processing_everything():
+def test_the_sample_filter_gets_the_batch_and_the_processing_gets_all_groups():
     seen: list[list[str]] = []
     both = _afterwards(
         seen, rollout_sample_filter_path="choose", rollout_all_samples_process_path="look"
@@ -68,7 +68,7 @@ def test_the_sample_filter_sees_the_batch_and_the_processing_everything():
     assert _afterwards().removed(SCORED, ("b:2",)) == []
 
 
-def test_the_processing_gets_the_source_of_the_user():
+def test_the_processing_gets_the_users_data_source():
     args = Namespace()
     source = CustomSource(f"{__file__}:Source", args)
     config = RolloutConfig(
@@ -78,7 +78,7 @@ def test_the_processing_gets_the_source_of_the_user():
     assert source.user.learned == [3]
 
 
-def test_what_they_raise_and_what_cannot_be_called_is_named():
+def test_exceptions_and_wrong_signatures_of_the_hooks_are_named():
     with pytest.raises(HookError, match=r"(?s)fails: the sample filter failed.*RuntimeError: no"):
         _afterwards(rollout_sample_filter_path="fails").removed(SCORED, ("b:1",))
     with pytest.raises(
@@ -88,6 +88,6 @@ def test_what_they_raise_and_what_cannot_be_called_is_named():
         _afterwards(rollout_sample_filter_path="look")
 
 
-def test_a_filter_in_slime_s_form_gets_args_and_answers_an_object():
+def test_a_filter_in_slimes_form_gets_args_and_returns_an_object():
     judge = load_filter(f"{__file__}:keep", Namespace(answer=42))
     assert judge(SCORED["b:1"]) is None and judge(SCORED["b:2"]) == Rejection("not_42")

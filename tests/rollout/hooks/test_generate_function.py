@@ -1,5 +1,4 @@
-"""Functions of the user that sample: every form, what they may ask, and what becomes of what they
-give back."""
+"""User functions that sample: their forms, their HTTP endpoints, and their rows."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ GROUP = PlannedGroup(
 
 
 class _Engine:
-    """Answers `yes` to everything, the version counting up; once `stop` is set it aborts."""
+    """Return `yes` with an increasing version; abort once `stop` is set."""
 
     end_ids = frozenset({END})
 
@@ -128,7 +127,7 @@ async def generate(args, sample, sampling_params):
 """
 
 
-async def test_a_function_of_slime_gets_its_weights_and_log_probs_without_asking_for_them(tmp_path):
+async def test_a_function_of_slime_gets_versions_and_log_probs_without_requesting_them(tmp_path):
     engine = _Engine()
     rows = await _rows(tmp_path, SLIME, engine, max_turns=7)
     said = [*TOKENIZER.encode("yes"), END]
@@ -165,7 +164,7 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
 """
 
 
-async def test_a_file_written_for_slime_runs_as_it_stands_without_slime(tmp_path):
+async def test_a_file_written_for_slime_runs_unchanged_without_slime(tmp_path):
     rows = await _rows(tmp_path, WRITTEN_FOR_SLIME)
     assert [(row.group_id, row.index, row.rollout_id) for row in rows] == [
         ("b:00000007", 0, 0),
@@ -228,7 +227,7 @@ async def test_an_unmodified_openai_client_becomes_token_exact_samples(tmp_path)
     )
 
 
-async def test_a_plain_function_may_use_the_plain_client_and_return_nothing(tmp_path):
+async def test_a_plain_function_may_use_the_blocking_client_and_return_none(tmp_path):
     source = (
         AGENT.replace("async def", "def")
         .replace("AsyncOpenAI", "OpenAI")
@@ -260,7 +259,7 @@ def helper(): pass
     ]
 
 
-async def test_what_fails_is_a_row_with_its_error_and_its_group_fails(tmp_path):
+async def test_a_failed_rollout_is_a_row_with_the_error_and_fails_the_group(tmp_path):
     source = """
 def generate(args, sample, sampling_params):
     if sample.index:
@@ -275,7 +274,9 @@ def generate(args, sample, sampling_params):
     assert "RuntimeError: no such tool" in str(bad.error) and bad.rollout_log_probs == []
 
 
-async def test_after_a_cut_off_what_there_is_comes_back_and_goes_on_later(tmp_path, monkeypatch):
+async def test_after_a_cut_off_a_function_returns_partial_samples_and_continues_later(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("rlpipe.rollout.hooks.generate_function.CUT_OFF_GRACE_S", 0.05)
     stop = asyncio.Event()
     source = (
@@ -312,7 +313,7 @@ async def test_after_a_cut_off_what_there_is_comes_back_and_goes_on_later(tmp_pa
     )
 
 
-async def test_sample_hooks_see_each_sample_and_what_they_raise_fails_it(tmp_path):
+async def test_sample_hooks_get_each_sample_and_their_exceptions_fail_it(tmp_path):
     source = """
 async def first(args, sample, *, rollout_id=None, evaluation=False):
     sample.metadata["seen"] = [rollout_id, evaluation]
@@ -345,13 +346,15 @@ def second(args, sample):
         ("class generate: pass", "a class, not a function"),
     ],
 )
-def test_a_function_of_another_form_is_refused_with_the_forms_there_are(tmp_path, source, said):
+def test_a_function_with_a_wrong_signature_is_refused_with_the_accepted_forms(
+    tmp_path, source, said
+):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(ConfigError, match=said):
         load_generate(str(tmp_path / "mine.py"))
 
 
-async def test_the_address_answers_texts_batches_and_bad_requests_as_sglang_and_openai_do(tmp_path):
+async def test_the_gateway_answers_texts_batches_and_bad_requests_like_sglang_and_openai(tmp_path):
     source = """
 import httpx, openai, json
 async def generate(args, sample, sampling_params):
@@ -379,7 +382,7 @@ async def generate(args, sample, sampling_params):
 
 
 class _Real(_Engine):
-    """Refuses an empty prompt, as the client does."""
+    """Refuse an empty prompt, as the client does."""
 
     async def generate(self, ids, sampling, **keywords: Any) -> list[Generation]:
         if not ids:

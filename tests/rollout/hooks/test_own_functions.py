@@ -1,4 +1,4 @@
-"""Functions of one sample or one held-out set, and fields of a sample that nothing reads."""
+"""Reward functions of samples, generate functions of held-out sets, and unread fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def fails(args, sample):
 
 
 def _names(tmp_path: Path, function: str) -> str:
-    """A generate function whose samples name a reward function of their own."""
+    """Return a generate function whose samples name a reward function."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     path = f"{tmp_path / 'rewards.py'}:{function}"
     return f"def generate(args, sample, sampling_params):\n    sample.custom_rm_path = {path!r}\n{ANSWER}"
@@ -50,7 +50,7 @@ async def test_a_sample_is_scored_by_the_function_that_it_names(tmp_path: Path):
     ] * 2
 
 
-async def test_what_the_function_that_a_sample_names_raises_fails_its_group(tmp_path: Path):
+async def test_an_exception_of_a_samples_reward_function_fails_the_group(tmp_path: Path):
     with pytest.raises(GroupFailed, match="no verdict") as caught:
         await _rows(tmp_path, _names(tmp_path, "fails"))
     assert {row.status for row in caught.value.samples} == {Status.FAILED}
@@ -60,14 +60,16 @@ async def test_what_the_function_that_a_sample_names_raises_fails_its_group(tmp_
         await _rows(tmp_path, _names(tmp_path, "by_label"))
 
 
-async def test_a_reward_that_the_sample_has_already_stands(tmp_path: Path):
+async def test_a_reward_that_a_sample_has_is_kept(tmp_path: Path):
     source = _names(tmp_path, "fails").replace(
         "    return sample", "    sample.reward = 0.25\n    return sample"
     )
     assert [row.reward for row in await _rows(tmp_path, source)] == [0.25, 0.25]
 
 
-async def test_samples_of_a_rollout_function_are_scored_by_the_functions_they_name(tmp_path: Path):
+async def test_samples_of_a_rollout_function_are_scored_by_the_functions_that_they_name(
+    tmp_path: Path,
+):
     (tmp_path / "rewards.py").write_text(
         "def seven(sample):\n    return 7\ndef fails(sample):\n    raise ValueError('no verdict')\n"
     )
@@ -107,7 +109,7 @@ return groups
         ("sample.teacher_log_probs = [-1.0]", "teacher.opd_type: samples"),
     ],
 )
-async def test_a_field_that_nothing_reads_is_refused_with_what_to_do(
+async def test_an_unread_field_is_refused_with_the_replacement(
     tmp_path: Path, line: str, said: str
 ):
     source = f"def generate(args, sample, sampling_params):\n    {line}\n{ANSWER}"
@@ -121,13 +123,13 @@ async def test_a_field_that_nothing_reads_is_refused_with_what_to_do(
         await _rows(tmp_path, plain, rollout_sample_hook_path=[str(hook)])
 
 
-async def test_an_empty_field_is_not_refused(tmp_path: Path):
+async def test_an_empty_unread_field_is_accepted(tmp_path: Path):
     source = f"def generate(args, sample, sampling_params):\n    sample.multimodal_inputs = {{}}\n{ANSWER}"
     assert len(await _rows(tmp_path, source)) == 2
 
 
 @pytest.mark.parametrize("name", ["custom_rm_path", "generate_function_path", "train_metadata"])
-def test_a_data_source_cannot_set_what_its_plan_would_lose(tmp_path: Path, name: str):
+def test_a_data_source_cannot_set_fields_that_a_plan_does_not_store(tmp_path: Path, name: str):
     (tmp_path / "mine.py").write_text(
         "from rlpipe.types import Sample\nclass Source:\n    def __init__(self, args): pass\n"
         f"    def get_samples(self, n): return [[Sample(prompt='p'), Sample(prompt='p', {name}={{'a': 1}})]] * n\n"
@@ -161,7 +163,7 @@ def _with_set(tmp_path: Path, path: str | None, **rollout: Any) -> Any:
     return validate(values)
 
 
-async def test_a_held_out_set_is_sampled_by_its_own_function(tmp_path: Path):
+async def test_a_held_out_set_may_have_a_separate_generate_function(tmp_path: Path):
     (tmp_path / "run.py").write_text(
         f"def generate(args, sample, sampling_params):\n    sample.label = 'run'\n{ANSWER}"
     )
@@ -183,7 +185,7 @@ async def test_a_held_out_set_is_sampled_by_its_own_function(tmp_path: Path):
     assert config.reads_text
 
 
-def test_the_source_of_a_held_out_sets_function_is_part_of_its_evaluation_and_is_checked_first(
+def test_the_source_of_a_held_out_sets_function_is_in_the_input_digest_and_is_checked_first(
     tmp_path: Path,
 ):
     own = tmp_path / "own.py"
@@ -213,7 +215,7 @@ def test_the_source_of_a_held_out_sets_function_is_part_of_its_evaluation_and_is
         check(config.model_copy(update={"evaluation": held_out}), tmp_path)
 
 
-def test_a_held_out_sets_function_is_refused_beside_a_function_that_would_not_call_it(
+def test_a_held_out_sets_function_is_refused_if_the_rollout_function_would_not_call_it(
     tmp_path: Path,
 ):
     with pytest.raises(ConfigError, match="remove one of them"):
@@ -236,7 +238,7 @@ TEACHER = (
 )
 
 
-async def test_a_teachers_log_probs_of_the_samples_own_are_kept_with_the_row_where_the_run_asks_for_them(
+async def test_a_samples_teacher_log_probs_are_stored_if_the_run_uses_them(
     tmp_path: Path,
 ):
     opd = {"advantage": {"use_opd": True}, "teacher": {"opd_type": "samples"}}
@@ -269,7 +271,7 @@ async def _opd_rows(tmp_path: Path, values: str, sections: dict[str, Any]) -> li
         return await generate(GROUP)
 
 
-def test_samples_bring_a_teacher_only_where_functions_sample():
+def test_teacher_log_probs_of_samples_need_a_user_function():
     supervised = {
         "rollout": {"type": "dataset", "rollout_batch_size": 1},
         "train": {"loss": {"type": "sft"}},

@@ -1,5 +1,5 @@
-"""Whole rollouts, data sources and choices from the buffer by the user, on a real store: every
-group is accounted for."""
+"""User functions for whole rollouts, data sources and the buffer, on a real store: every group is
+accounted for."""
 
 from __future__ import annotations
 
@@ -83,15 +83,14 @@ async def _run(
 
 
 def _accounted(result: RolloutResult) -> None:
-    """Every group of the plans, and of the buffer before, is accepted, dropped or buffered: one of
-    them."""
+    """Check that every group of the plans and of the earlier buffer has exactly one fate."""
     planned = {group.group_id for part in result.parts for group in part.plan.groups}
     planned |= {one.group_id for one in result.parts[0].plan.before.buffer}
     fates = [*result.accepted, *result.dropped, *(one.group_id for one in result.after.buffer)]
     assert sorted(fates) == sorted(planned)
 
 
-async def test_what_is_returned_makes_the_batch_and_all_else_is_accounted_for(tmp_path):
+async def test_returned_groups_make_the_batch_and_every_other_group_is_accounted_for(tmp_path):
     planner = _planner(tmp_path)
     body = """
 groups = finish(data_source.get_samples(5))
@@ -122,7 +121,7 @@ return [first, second]
     assert again.accepted == ("b:00000002", "b:00000003")
 
 
-async def test_a_function_that_is_killed_gets_the_same_groups_and_what_was_written_is_not_sampled_again(
+async def test_a_killed_function_gets_the_same_groups_except_those_that_were_written(
     tmp_path,
 ):
     planner = _planner(tmp_path)
@@ -166,12 +165,14 @@ async def test_a_function_that_is_killed_gets_the_same_groups_and_what_was_writt
         ),
     ],
 )
-async def test_what_a_function_gives_back_wrongly_is_named(tmp_path, body, said):
+async def test_a_wrong_answer_of_a_rollout_function_is_an_error_with_the_reason(
+    tmp_path, body, said
+):
     with pytest.raises(HookError, match=said):
         await _run(tmp_path, _planner(tmp_path), body, 0, DataState())
 
 
-async def test_slime_s_answers_and_three_levels_are_read(tmp_path):
+async def test_slimes_answers_and_nested_lists_are_read(tmp_path):
     body = """
 import copy
 from types import SimpleNamespace
@@ -189,7 +190,7 @@ return SimpleNamespace(samples=[[groups[0][0], [groups[0][1], other]], groups[1]
     ]
 
 
-async def test_an_evaluation_may_answer_by_the_names_of_the_sets(tmp_path):
+async def test_an_evaluation_may_return_samples_by_name_of_the_set(tmp_path):
     body = """
 assert evaluation and rollout_id == 3
 groups = finish(data_source.get_samples(2))
@@ -215,7 +216,7 @@ class Source:
 """
 
 
-def test_what_a_source_drew_first_counts_however_often_it_is_asked(tmp_path):
+def test_the_first_draw_of_a_data_source_is_kept(tmp_path):
     planner = _planner(tmp_path, source=SOURCE)
     first = planner.part(0, DataState(), 0)
     second = planner.part(1, first.plan.after, 0)
@@ -227,7 +228,7 @@ def test_what_a_source_drew_first_counts_however_often_it_is_asked(tmp_path):
     assert planner.part(2, third.plan.after, 0, write=False).digest == ""
 
 
-def test_a_source_needs_no_prompts_beside_it(tmp_path):
+def test_a_data_source_needs_no_prompt_file(tmp_path):
     planner = _planner(tmp_path, source=SOURCE, data_source_path="mine.py:Source")
     config = RolloutConfig(rollout_batch_size=2, data_source_path="mine.py:Source")
     data = DataSource((), LETTERS, DataConfig(), config, "b")
@@ -238,7 +239,7 @@ def test_a_source_needs_no_prompts_beside_it(tmp_path):
         DataSource((), LETTERS, DataConfig(), RolloutConfig(rollout_batch_size=2), "b")
 
 
-def test_a_source_that_gives_something_else_is_named(tmp_path):
+def test_a_data_source_with_a_wrong_answer_is_an_error(tmp_path):
     short = _planner(
         tmp_path, source=SOURCE.replace("for text in texts]", "for text in texts[:1]]")
     )
@@ -257,7 +258,7 @@ def choose(args, buffer, num_samples):
 
 
 @pytest.mark.parametrize("choose", [LAST, LAST.replace("args, buffer", "args, rollout_id, buffer")])
-async def test_a_buffer_filter_takes_leaves_and_drops(tmp_path, choose):
+async def test_a_buffer_filter_takes_keeps_and_drops_groups(tmp_path, choose):
     body = "groups = finish(data_source.get_samples(5))\ndata_source.add_samples(groups[2:])\nreturn groups[:2]"
     before, _ = await _run(tmp_path, _planner(tmp_path), body, 0, DataState())
     waiting = [one.group_id for one in before.after.buffer]
@@ -273,7 +274,7 @@ async def test_a_buffer_filter_takes_leaves_and_drops(tmp_path, choose):
     assert [one.group_id for one in result.after.buffer] == waiting[1:3]
 
 
-def test_a_choice_of_something_else_is_refused(tmp_path):
+def test_a_buffer_filter_that_returns_other_groups_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def choose(args, buffer, num_samples):\n    return buffer + buffer\n"
     )

@@ -1,4 +1,4 @@
-"""What a user's function gave back becomes rows: attribution, checks, names."""
+"""Returned samples of a user function become rows: attribution, checks, names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rows(answer, journal=None, before=None, limits=LIMITS) -> list[Sample]:
     return checked_rows(answer, GROUP, 1, journal or Journal(), limits, before=before, where="h")
 
 
-def test_the_names_of_slime_are_enough():
+def test_a_sample_with_slimes_fields_becomes_a_row():
     sample = planned_sample(GROUP, 0)
     sample.tokens = [5, 6, 7, 8, 9]
     sample.response_length = 3
@@ -49,7 +49,7 @@ def test_the_names_of_slime_are_enough():
     ),
     st.data(),
 )
-def test_each_sampled_token_gets_its_own_log_prob_and_version_and_tools_get_none(stretches, data):
+def test_sampled_tokens_get_log_probs_and_versions_and_tool_tokens_get_none(stretches, data):
     journal = Journal()
     ids = [5, 6]
     log_probs = []
@@ -72,7 +72,7 @@ def test_each_sampled_token_gets_its_own_log_prob_and_version_and_tools_get_none
     assert len(got) == (len(mask) if any(mask) else 0)
 
 
-def test_what_the_engine_is_not_known_to_have_sampled_has_the_oldest_weights_and_no_log_probs():
+def test_tokens_without_an_answer_have_the_oldest_version_and_no_log_probs():
     journal = Journal()
     journal.add([5, 6], Answer((7,), (-1.0,), ((1, 3),)))
     journal.add([1, 2], Answer((9,), (-1.0,), ((1, 2),)))
@@ -84,7 +84,7 @@ def test_what_the_engine_is_not_known_to_have_sampled_has_the_oldest_weights_and
     assert row.weight_versions == [(1, 7)], "the function's own stamps say more than the journal"
 
 
-def test_what_there_was_before_keeps_its_versions():
+def test_tokens_of_an_earlier_iteration_keep_their_versions():
     before = _sample(
         response_ids=[7, 8],
         rollout_log_probs=[-1.0, -2.0],
@@ -102,7 +102,7 @@ def test_what_there_was_before_keeps_its_versions():
     assert (row.rollout_log_probs, row.weight_versions) == ([-1.0, -2.0, -3.0], [(2, 4), (1, 6)])
 
 
-def test_a_rollout_of_several_samples_numbers_them_apart_and_they_share_its_id():
+def test_samples_of_one_rollout_have_different_indices_and_one_rollout_id():
     rows = _rows(
         [
             _sample(tokens=[5, 6, 7], response_length=1),
@@ -156,12 +156,12 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
         ),
     ],
 )
-def test_what_cannot_be_a_row_is_an_error_that_says_so(answer, said):
+def test_an_invalid_sample_is_an_error_with_the_reason(answer, said):
     with pytest.raises(HookError, match=said):
         _rows(copy.deepcopy(answer))
 
 
-def test_one_sample_twice_is_an_error():
+def test_returning_one_sample_twice_is_an_error():
     sample = _sample(tokens=[5, 6, 7], response_length=1)
     with pytest.raises(HookError, match="one sample twice"):
         _rows([sample, sample])
