@@ -29,7 +29,7 @@ from rlpipe.data.tokens import load_tokenizer
 from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.errors import EngineError
 from rlpipe.model_dir import prompt_context_len
-from rlpipe.observe.evaluation import evaluation_metrics
+from rlpipe.observe.evaluation_metrics import evaluation_metrics
 from rlpipe.rewards.reward_rows import score
 from rlpipe.rollout.client.generate_client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter

@@ -1,5 +1,4 @@
-"""A small Ray of this package's own, started once and ended with its last test; a fleet of small
-actors on it."""
+"""A local Ray for the tests of this package, and a fleet of fake actors on it."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import ray
 
-from rlpipe.actors.engines import fleet as module
+from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.fleet import Fleet
 from rlpipe.actors.engines.supervised import SupervisedEngine
 from rlpipe.actors.ray.local_ray import connect, disconnect
@@ -21,7 +20,7 @@ NAMESPACE = "rlpipe-tests"
 
 @pytest.fixture(scope="package")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The namespace of a running local Ray."""
+    """Start a local Ray, and return its namespace."""
     connect(ResourcesConfig(), tmp_path_factory.mktemp("ray"), namespace=NAMESPACE)
     yield NAMESPACE
     disconnect()
@@ -36,8 +35,8 @@ def trainer() -> Trainer:
 async def fleet(
     local_ray: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
-    """Two engines that are up, without weights, looked at twenty times a second."""
-    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.05)
+    """Two engines that are up, without weights, checked 20 times a second."""
+    monkeypatch.setattr(fleet_module, "CHECK_INTERVAL_S", 0.05)
     engines = [
         SupervisedEngine(number, lambda n, _: find_or_start(FakeEngine, f"fleet-engine-{n}", n))
         for number in range(ENGINES)
@@ -47,7 +46,7 @@ async def fleet(
     async def on_router(url: str) -> None:
         urls.append(url)
 
-    made = Fleet(
+    fleet = Fleet(
         engines,
         lambda: find_or_start(FakeRouter, "fleet-router"),
         SPEC,
@@ -55,9 +54,9 @@ async def fleet(
         can_send=trainer.can_send,
         on_router=on_router,
     )
-    await made.open()
+    await fleet.open()
     assert urls == ["http://router"]
-    yield made
-    await made.close()
-    for actor in (made.router.actor, *(engine.actor for engine in made.engines)):
+    yield fleet
+    await fleet.close()
+    for actor in (fleet.router.actor, *(engine.actor for engine in fleet.engines)):
         ray.kill(actor)

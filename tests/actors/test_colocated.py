@@ -55,7 +55,7 @@ class Server:
 
 
 class Servers:
-    """All servers so far, by URL. `sampled`: (URL, weights) of each server that resumed sampling."""
+    """All servers so far, by URL. `sampled`: (URL, weights) of servers that resumed sampling."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known: dict[str, Server] = {}

@@ -1,8 +1,7 @@
-"""Who may use a cluster's actors, and that all ranks hear the same calls in the same order
-(rlpipe.actors.conductor).
+"""Drivers of a cluster, and the order of calls to its ranks (rlpipe.actors.conductor, drivers).
 
-The conductor runs in the test's own process; trainer ranks are real actors of a small class. A run
-of supervised rows needs no engines, so there are none: those are the fleet's (test_fleet).
+The conductor runs in the test's process; trainer ranks are real actors of a small class. The run is
+supervised and needs no engines, which test_fleet tests.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.integration
 
 
 class FakeGenerator:
-    """Is set up, unless a row is wrong."""
+    """A generator that accepts its set-up, unless a row is wrong."""
 
     def __init__(self) -> None:
         self.wrong = False
@@ -91,41 +90,41 @@ SECOND = Driver("run", 2)
 
 @pytest.fixture
 async def conductor(local_ray: str, tmp_path: Path) -> AsyncIterator[Conductor]:
-    """Open for the first driver; its actors end with the test."""
+    """A conductor, open for the first driver; its actors end with the test."""
     make: Any = FakeActors
-    made = Conductor("tests", str(Path.cwd()), make)
-    await made.open(FIRST, spec(tmp_path))
-    yield made
-    assert made._driver is not None
-    await made.close(made._driver)
+    conductor = Conductor("tests", str(Path.cwd()), make)
+    await conductor.open(FIRST, spec(tmp_path))
+    yield conductor
+    assert conductor._driver is not None
+    await conductor.close(conductor._driver)
 
 
-async def heard(conductor: Conductor, driver: Driver) -> list[list[str]]:
+async def calls_of_ranks(conductor: Conductor, driver: Driver) -> list[list[str]]:
     logs = await conductor.collective(driver, "log", 60, {})
     return [[line for line in log if not line.startswith("setup")] for log in logs]
 
 
-async def test_calls_of_several_processes_reach_all_ranks_in_one_order_and_never_overlap(
+async def test_calls_of_several_processes_reach_all_ranks_in_one_order_without_overlap(
     conductor: Conductor,
 ):
     names = [f"{number}" for number in range(8)]
     await asyncio.gather(
         *(
-            conductor.collective(FIRST, "note", 60, {"what": name, "seconds": 0.02})
+            conductor.collective(FIRST, "note", 60, {"name": name, "seconds": 0.02})
             for name in names
         )
     )
-    logs = await heard(conductor, FIRST)
+    logs = await calls_of_ranks(conductor, FIRST)
     assert logs[0] == logs[1]
     assert logs[0] == [line for name in names for line in (f"begin {name}", f"end {name}")]
 
 
-async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_told_so(
+async def test_an_older_driver_of_the_run_is_refused_after_a_newer_one_opened_the_cluster(
     conductor: Conductor, tmp_path: Path
 ):
     await conductor.open(SECOND, spec(tmp_path))
     for refused in (
-        conductor.collective(FIRST, "note", 60, {"what": "x"}),
+        conductor.collective(FIRST, "note", 60, {"name": "x"}),
         conductor.held(FIRST),
         conductor.ensure(FIRST, Lineage(Stage.INIT, "i", "i", "i"), 60),
         conductor.trouble(FIRST),
@@ -135,26 +134,26 @@ async def test_a_newer_driver_of_the_run_has_the_actors_and_the_older_one_is_tol
         with pytest.raises(Fenced, match="another driver uses the cluster's actors") as caught:
             await refused
         assert caught.value.found == "run run in epoch 2"
-    assert await heard(conductor, SECOND) == [[], []]
+    assert await calls_of_ranks(conductor, SECOND) == [[], []]
 
 
-async def test_a_call_that_waited_while_a_newer_driver_came_is_refused(
+async def test_a_call_that_waited_is_refused_if_a_newer_driver_came_meanwhile(
     conductor: Conductor, tmp_path: Path
 ):
     long = asyncio.create_task(
-        conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0})
+        conductor.collective(FIRST, "note", 60, {"name": "long", "seconds": 1.0})
     )
     await asyncio.sleep(0.2)
-    waiting = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"what": "late"}))
+    waiting = asyncio.create_task(conductor.collective(FIRST, "note", 60, {"name": "late"}))
     await asyncio.sleep(0)
     await conductor.open(SECOND, spec(tmp_path))
     await long
     with pytest.raises(Fenced):
         await waiting
-    assert (await heard(conductor, SECOND))[0] == ["begin long", "end long"]
+    assert (await calls_of_ranks(conductor, SECOND))[0] == ["begin long", "end long"]
 
 
-async def test_another_run_of_the_cluster_has_them_after_the_first(
+async def test_another_run_takes_over_the_cluster_after_the_first_run(
     conductor: Conductor, tmp_path: Path
 ):
     other = Driver("other", 1)
@@ -164,7 +163,7 @@ async def test_another_run_of_the_cluster_has_them_after_the_first(
     assert await conductor.held(other) != "state"
 
 
-async def test_another_run_is_refused_while_the_first_is_at_work(
+async def test_another_run_is_refused_while_the_first_run_has_a_driver(
     conductor: Conductor, tmp_path: Path
 ):
     at_work = Epochs(Files(tmp_path / "store")).acquire("run", takeover=False)
@@ -179,17 +178,17 @@ async def test_another_run_is_refused_while_the_first_is_at_work(
     await conductor.open(Driver("other", 1), spec(tmp_path, "other"))
 
 
-async def test_actors_that_nobody_drives_end_after_a_while_and_are_there_again_for_who_comes_then(
+async def test_actors_without_a_driver_end_after_keep_idle_s_and_start_again_at_the_next_open(
     conductor: Conductor, tmp_path: Path
 ):
     def rank() -> Any:
         return ray.get_actor("trainer-0")
 
-    left = spec(tmp_path)
-    resources = left.config.resources.model_copy(update={"keep_idle_s": 0.5})
-    left = replace(left, config=left.config.model_copy(update={"resources": resources}))
+    idle = spec(tmp_path)
+    resources = idle.config.resources.model_copy(update={"keep_idle_s": 0.5})
+    idle = replace(idle, config=idle.config.model_copy(update={"resources": resources}))
     driven = Epochs(Files(tmp_path / "store")).acquire("run")
-    await conductor.open(FIRST, left)
+    await conductor.open(FIRST, idle)
     await conductor.collective(FIRST, "train", 60, {"key": "a"})
     await asyncio.sleep(1.2)
     assert await conductor.held(FIRST) == "a"
@@ -201,36 +200,36 @@ async def test_actors_that_nobody_drives_end_after_a_while_and_are_there_again_f
     with pytest.raises(ValueError, match="trainer-0"):
         rank()
     assert (
-        "nobody has driven run for 0.5 s"
+        "no driver of run run for 0.5 s"
         in (tmp_path / "run" / "logs" / "conductor.log").read_text()
     )
-    await conductor.open(FIRST, left)
+    await conductor.open(FIRST, idle)
     assert rank() and await conductor.held(FIRST) != "a"
 
 
-async def test_a_driver_at_work_elsewhere_keeps_no_actors_here_and_nor_does_a_log_that_cannot_be_written(
+async def test_a_driver_on_another_cluster_or_a_log_that_cannot_be_written_keeps_no_actors_here(
     conductor: Conductor, tmp_path: Path
 ):
-    left = spec(tmp_path)
-    resources = left.config.resources.model_copy(update={"keep_idle_s": 0.5})
-    left = replace(left, config=left.config.model_copy(update={"resources": resources}))
-    (tmp_path / "run").write_text("where its logs should go")
+    idle = spec(tmp_path)
+    resources = idle.config.resources.model_copy(update={"keep_idle_s": 0.5})
+    idle = replace(idle, config=idle.config.model_copy(update={"resources": resources}))
+    (tmp_path / "run").write_text("a file instead of the folder of logs")
     Epochs(Files(tmp_path / "store")).acquire("run").release()
-    await conductor.open(FIRST, left)
+    await conductor.open(FIRST, idle)
     elsewhere = Epochs(Files(tmp_path / "store")).acquire("run")
     assert elsewhere.number == SECOND.epoch
     await asyncio.sleep(2.0)
     with pytest.raises(ValueError, match="trainer-0"):
         ray.get_actor("trainer-0")
     elsewhere.release()
-    await conductor.open(SECOND, left)
+    await conductor.open(SECOND, idle)
 
 
-async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_others(
+async def test_open_waits_for_working_ranks_only_if_their_spec_changes(
     conductor: Conductor, tmp_path: Path
 ):
     long = asyncio.create_task(
-        conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0})
+        conductor.collective(FIRST, "note", 60, {"name": "long", "seconds": 1.0})
     )
     await asyncio.sleep(0.2)
     await conductor.open(FIRST, spec(tmp_path))
@@ -242,40 +241,40 @@ async def test_opened_while_the_ranks_work_it_waits_only_if_they_are_to_become_o
     await long
 
 
-async def test_a_call_that_gets_no_turn_says_who_has_it(conductor: Conductor):
+async def test_a_call_that_waits_too_long_names_the_running_call(conductor: Conductor):
     long = asyncio.create_task(
-        conductor.collective(FIRST, "note", 60, {"what": "long", "seconds": 1.0})
+        conductor.collective(FIRST, "note", 60, {"name": "long", "seconds": 1.0})
     )
     await asyncio.sleep(0.2)
     with pytest.raises(DeadlineExceeded) as caught:
-        await conductor.collective(FIRST, "note", 0.3, {"what": "late"})
+        await conductor.collective(FIRST, "note", 0.3, {"name": "late"})
     assert (caught.value.where, caught.value.found) == ("trainer.note", "trainer.note is running")
     await long
 
 
-async def test_opened_again_it_starts_what_died(conductor: Conductor, tmp_path: Path):
+async def test_open_restarts_ranks_that_died(conductor: Conductor, tmp_path: Path):
     with pytest.raises(ActorLost):
         await conductor.collective(FIRST, "train", 60, {"key": "a", "dies": 1})
     assert await conductor.held(FIRST) != "a"
     await conductor.open(FIRST, spec(tmp_path))
-    assert await heard(conductor, FIRST) == [[], []]
+    assert await calls_of_ranks(conductor, FIRST) == [[], []]
     assert await conductor.ensure(FIRST, Lineage(Stage.INIT, "i", "b", "i"), 60) is not None
     assert await conductor.held(FIRST) == "b"
 
 
-async def test_ranks_that_a_lost_caller_left_apart_are_started_again(
+async def test_ranks_that_a_dead_caller_left_in_different_calls_are_restarted(
     conductor: Conductor, tmp_path: Path
 ):
-    """One rank was called and waits in a collective; the other never heard of it."""
+    """One rank waits in a collective; the other rank never received the call."""
     ranks = [ray.get_actor(f"trainer-{rank}") for rank in range(2)]
     ranks[0].train.remote("a", dies=9)
     await asyncio.sleep(0.3)
     async with asyncio.timeout(60):
         await conductor.open(FIRST, spec(tmp_path))
-        assert await heard(conductor, FIRST) == [[], []]
+        assert await calls_of_ranks(conductor, FIRST) == [[], []]
 
 
-async def test_a_layout_that_does_not_fit_leaves_the_ranks_with_what_they_hold(
+async def test_ranks_keep_their_state_if_another_layout_does_not_fit(
     conductor: Conductor, tmp_path: Path
 ):
     await conductor.collective(FIRST, "train", 60, {"key": "a"})
@@ -289,7 +288,7 @@ async def test_a_layout_that_does_not_fit_leaves_the_ranks_with_what_they_hold(
     assert await conductor.held(FIRST) == "a"
 
 
-async def test_what_keeps_an_actor_from_coming_up_is_the_error_and_nothing_is_half_open(
+async def test_open_raises_the_error_of_an_actor_and_succeeds_once_the_error_is_gone(
     conductor: Conductor, tmp_path: Path
 ):
     generator = find_or_start(FakeGenerator, "conductor-generator")

@@ -1,5 +1,5 @@
-"""The generator on a real engine: plans that grow, a buffer over iterations, several rollouts at
-once."""
+"""The generator on a real engine: growing plans, the buffer, several rollouts at once
+(rlpipe.actors.generator)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ REWARD = "def reward(sample):\n    return float(len(sample.response_ids) % 2)\n"
 
 @pytest.fixture
 def live(request: pytest.FixtureRequest) -> Live:
-    """A real server with a real router before it."""
+    """A real server behind a real router."""
     return live_engine(request.config)
 
 
 async def _generator(
     live: Live, folder: Path, rollout: dict[str, Any], **sections: Any
 ) -> Generator:
-    """One that is set up and connected; 40 prompts of one letter each."""
+    """Return a generator that is set up and connected, with 40 short prompts."""
     model_dir = folder / "model"
     if not model_dir.exists():
         shutil.copytree(live.model_dir, model_dir)
@@ -75,7 +75,7 @@ async def _generator(
 
 
 async def _until_done(generator: Generator, groups: int) -> None:
-    """Waits for groups of iteration 0."""
+    """Wait until this number of groups of iteration 0 is finished."""
     for _ in range(3000):
         if (await generator.progress(0))["done"] >= groups:
             return
@@ -90,9 +90,7 @@ def _samples(folder: Path, answer: dict[str, Any]) -> dict[str, list[Sample]]:
 
 
 @pytest.mark.integration
-async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_one_is_used(
-    live, tmp_path
-):
+async def test_surplus_and_cut_off_groups_stay_in_the_buffer_until_each_is_used(live, tmp_path):
     filtered = {
         "rollout_batch_size": 3,
         "over_sampling_batch_size": 8,
@@ -102,7 +100,7 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
     generator = await _generator(live, tmp_path, filtered, async_buffer_size=9)
     state = DataState()
     used = []
-    went_on = 0
+    continued = 0
     versions = None
     for k in range(4):
         planned = await generator.plan(DRIVER, k, state)
@@ -120,7 +118,7 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
             "zero_std_0",
             "zero_std_1",
         }
-        went_on += sum(group.earlier is not None for plan in plans for group in plan.groups)
+        continued += sum(group.earlier is not None for plan in plans for group in plan.groups)
         for group_id in out["accepted"]:
             assert all(sample.status in FINISHED for sample in groups[group_id])
             assert len({len(sample.response_ids) % 2 for sample in groups[group_id]}) == 2
@@ -132,11 +130,13 @@ async def test_surplus_and_cut_off_groups_come_back_from_the_buffer_until_every_
             np.testing.assert_allclose(sample.rollout_log_probs or [], expected, atol=1e-4)
             versions = versions or {version for _, version in sample.weight_versions}
         used += [*out["accepted"], *out["dropped"]]
-    assert went_on > 0 and len(set(used)) == len(used)
+    assert continued > 0 and len(set(used)) == len(used)
 
 
 @pytest.mark.integration
-async def test_two_rollouts_run_at_once_and_ending_one_does_not_touch_the_other(live, tmp_path):
+async def test_two_rollouts_run_at_once_and_the_end_of_one_does_not_affect_the_other(
+    live, tmp_path
+):
     static = {"rollout_batch_size": 6}
     generator = await _generator(
         live, tmp_path, static, async_buffer_size=1, engine={"server_concurrency": 8}
@@ -162,9 +162,7 @@ async def test_two_rollouts_run_at_once_and_ending_one_does_not_touch_the_other(
 
 
 @pytest.mark.integration
-async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its_groups_in(
-    live, tmp_path
-):
+async def test_another_attempt_at_an_iteration_ends_the_first_and_adopts_its_groups(live, tmp_path):
     generator = await _generator(
         live, tmp_path, {"rollout_batch_size": 36}, engine={"server_concurrency": 8}
     )
@@ -179,7 +177,7 @@ async def test_another_attempt_at_an_iteration_ends_the_one_before_and_takes_its
 
 
 @pytest.mark.integration
-async def test_an_evaluation_ends_when_all_is_abandoned_and_when_it_is_tried_again(live, tmp_path):
+async def test_an_evaluation_ends_if_all_is_abandoned_or_if_it_is_started_again(live, tmp_path):
     held = {"name": "held", "prompts": {"type": "file", "paths": [str(tmp_path / "a.jsonl@[0:4]")]}}
     generator = await _generator(
         live, tmp_path, {"rollout_batch_size": 1}, evaluation={"datasets": [held]}
@@ -202,7 +200,7 @@ async def test_an_evaluation_ends_when_all_is_abandoned_and_when_it_is_tried_aga
 
 
 @pytest.mark.integration
-async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next_one_samples(
+async def test_a_replaced_driver_can_neither_sample_nor_end_rollouts_of_the_next_driver(
     live, tmp_path
 ):
     generator = await _generator(
@@ -223,18 +221,18 @@ async def test_a_driver_that_was_replaced_neither_samples_nor_ends_what_the_next
 
 
 @pytest.mark.integration
-async def test_a_dead_generator_s_parts_are_found_by_the_next(live, tmp_path):
+async def test_the_next_generator_finds_the_plan_parts_of_a_dead_one(live, tmp_path):
     keep = tmp_path / "keep.py"
     keep.write_text("def keep(samples):\n    return int(samples[0].group_id[-1]) >= 4\n")
-    choosing = {
+    filtering = {
         "rollout_batch_size": 2,
         "dynamic_sampling_filter_path": f"{keep}:keep",
         "rollout_max_response_len": 8,
     }
-    generator = await _generator(live, tmp_path, choosing)
+    generator = await _generator(live, tmp_path, filtering)
     planned = await generator.plan(DRIVER, 0, DataState())
     first = (await generator.rollout(DRIVER, planned["plan"]))["outputs"]
-    again = await _generator(live, tmp_path, choosing)
+    again = await _generator(live, tmp_path, filtering)
     assert (await again.plan(DRIVER, 0, DataState()))["plan"] == planned["plan"]
     second = (await again.rollout(DRIVER, planned["plan"]))["outputs"]
     assert len(first["plans"]) == 3 and first["dropped"] == {
@@ -252,7 +250,8 @@ async def generate(args, sample, sampling_params):
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     for turn in range(2):
         async with httpx.AsyncClient(timeout=60) as client:
-            answer = await client.post(url, json={"input_ids": sample.tokens, "sampling_params": sampling_params})
+            body = {"input_ids": sample.tokens, "sampling_params": sampling_params}
+            answer = await client.post(url, json=body)
         output = answer.json()["meta_info"]
         new = [item[1] for item in output["output_token_logprobs"]]
         sample.loss_mask = (sample.loss_mask or []) + [1] * len(new) + [0]
@@ -264,9 +263,7 @@ async def generate(args, sample, sampling_params):
 
 
 @pytest.mark.integration
-async def test_a_function_of_slime_on_real_engines_is_killed_and_its_finished_groups_are_taken_in(
-    live, tmp_path
-):
+async def test_finished_groups_of_an_abandoned_slime_function_are_adopted(live, tmp_path):
     (tmp_path / "mine.py").write_text(CUSTOM)
     path = str(tmp_path / "mine.py")
     rollout = {
@@ -291,27 +288,27 @@ async def test_a_function_of_slime_on_real_engines_is_killed_and_its_finished_gr
     for sample in (sample for samples in groups.values() for sample in samples):
         assert sample.rollout_log_probs is not None and sample.loss_mask is not None
         expected = log_probs(live.model, sample.prompt_ids, sample.response_ids)
-        for said, known, counts in zip(
+        for reported, computed, counts in zip(
             sample.rollout_log_probs, expected, sample.loss_mask, strict=True
         ):
-            assert said == (pytest.approx(known, abs=1e-4) if counts else 0.0)
+            assert reported == (pytest.approx(computed, abs=1e-4) if counts else 0.0)
         assert sample.loss_mask.count(0) == 2 and sum(
             tokens for tokens, _ in sample.weight_versions
         ) == len(sample.response_ids)
 
 
-def test_end_tokens_are_those_of_all_three_places(tmp_path):
+def test_end_tokens_come_from_model_generation_settings_and_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert end_ids(str(tmp_path), 5) == {2, 3, 4, 5}
     assert end_ids(str(tmp_path / "nowhere"), None) == set()
 
 
-def test_the_engine_of_these_tests_fits_the_tokenizer():
+def test_the_engine_of_these_tests_has_the_vocabulary_of_the_tokenizer():
     assert VOCAB_SIZE >= 104 and CONTEXT_LEN > 200 and END == 1
 
 
-async def test_a_generator_draws_each_prompt_that_is_kept_once_an_epoch_and_names_the_others(
+async def test_a_generator_draws_each_kept_prompt_once_per_epoch_and_reports_the_overlong_ones(
     tmp_path: Path,
 ):
     long = {3, 4, 17, 25, 31, 48, 49}
@@ -325,15 +322,16 @@ async def test_a_generator_draws_each_prompt_that_is_kept_once_an_epoch_and_name
         model_dir
     )
     (model_dir / "config.json").write_text('{"vocab_size": 200, "max_position_embeddings": 30}')
-    words = f"--hf-checkpoint {model_dir} --prompt-data {path} --label-key label --num-rollout 15 --rollout-batch-size 6"
-    words += f" --n-samples-per-prompt 2 --rm-type math --rollout-shuffle --eval-prompt-data held {path} --save {tmp_path}/mine"
-    words += " --sglang-context-length 30 --rollout-max-response-len 20"
-    config = load_run(BASE, [*overrides_of(read_flags(words.split())), "run=run"])
+    flags = f"--hf-checkpoint {model_dir} --prompt-data {path} --label-key label"
+    flags += " --num-rollout 15 --rollout-batch-size 6 --n-samples-per-prompt 2"
+    flags += f" --rm-type math --rollout-shuffle --eval-prompt-data held {path}"
+    flags += f" --save {tmp_path}/mine --sglang-context-length 30 --rollout-max-response-len 20"
+    config = load_run(BASE, [*overrides_of(read_flags(flags.split())), "run=run"])
     plans = Plans(Files(tmp_path / "store"))
     state = DataState()
     drawn = []
     for k in range(15):
-        if k in (0, 4):  # the process is another one from iteration 4 on
+        if k in (0, 4):  # another process from iteration 4 on
             generator = Generator(str(Path.cwd()))
             spec = GeneratorSpec(config, str(model_dir), str(tmp_path / "store"))
             assert await generator.setup(DRIVER, spec) == {"rows": 43, "eval_rows": {"held": 43}}

@@ -1,5 +1,4 @@
-"""Whose turn shared GPUs are (rlpipe.actors.sharing). Trainer and engines are lists of what they
-were told, in one order."""
+"""Phases of shared GPUs (rlpipe.actors.sharing). Trainer and engines record their calls."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ COLOCATED = ResourcesConfig(colocate=True)
 SWITCH = ["release_memory", "trainer", "resume_memory"]
 
 
-class Told:
-    """Both sides of a GPU, and the generator: what is in memory, and the order in which they were
-    told."""
+class Recorder:
+    """Trainer, engines and generator in one: their memory, and the order of the calls."""
 
     def __init__(self) -> None:
         self.trainer: set[str] = set(TRAINER_PARTS)
@@ -62,14 +60,14 @@ class Told:
 
 
 def shared(
-    told: Told, resources: ResourcesConfig = COLOCATED, trace: Path | None = None
+    recorder: Recorder, resources: ResourcesConfig = COLOCATED, trace: Path | None = None
 ) -> GpuSharing:
-    return GpuSharing(resources, hold=told.hold, release=told.release, trace=trace)
+    return GpuSharing(resources, hold=recorder.hold, release=recorder.release, trace=trace)
 
 
-async def test_an_iteration_s_phases_are_never_in_memory_together():
-    told = Told()
-    sharing = shared(told)
+async def test_parts_of_two_phases_are_never_in_memory_together():
+    recorder = Recorder()
+    sharing = shared(recorder)
     iteration: list[Phase] = [
         "start",
         "train",
@@ -81,47 +79,47 @@ async def test_an_iteration_s_phases_are_never_in_memory_together():
         "sample",
     ]
     for phase in iteration:
-        await sharing.enter(phase, told, told)
-        assert (told.trainer, told.engines) == (
+        await sharing.enter(phase, recorder, recorder)
+        assert (recorder.trainer, recorder.engines) == (
             set(PHASES[phase].trainer),
             set(PHASES[phase].engines),
         )
     both = {phase: (set(awake.trainer), set(awake.engines)) for phase, awake in PHASES.items()}
-    for trainer, engines in told.together[2:]:
+    for trainer, engines in recorder.together[2:]:
         assert any(trainer <= allowed[0] and engines <= allowed[1] for allowed in both.values()), (
             trainer,
             engines,
         )
 
 
-async def test_requests_are_held_before_engines_give_up_memory_until_they_have_all_of_it():
-    told = Told()
-    sharing = shared(told)
-    await sharing.enter("score", told, told)
-    await sharing.enter("sample", told, told)
-    assert told.order == ["hold", *SWITCH, *SWITCH, "release"]
+async def test_requests_are_held_from_before_the_release_of_memory_until_engines_have_all_of_it():
+    recorder = Recorder()
+    sharing = shared(recorder)
+    await sharing.enter("score", recorder, recorder)
+    await sharing.enter("sample", recorder, recorder)
+    assert recorder.order == ["hold", *SWITCH, *SWITCH, "release"]
 
 
-async def test_who_keeps_its_memory_is_told_to_keep_all_of_it_in_every_phase():
-    told = Told()
-    sharing = shared(told, ResourcesConfig(colocate=True, offload_train=False))
-    await sharing.enter("sample", told, told)
-    assert told.trainer == set(TRAINER_PARTS)
+async def test_without_offloading_a_side_keeps_all_parts_in_every_phase():
+    recorder = Recorder()
+    sharing = shared(recorder, ResourcesConfig(colocate=True, offload_train=False))
+    await sharing.enter("sample", recorder, recorder)
+    assert recorder.trainer == set(TRAINER_PARTS)
     assert sharing.startable
-    told = Told()
-    sharing = shared(told, ResourcesConfig(colocate=True, offload_rollout=False))
-    await sharing.enter("train", told, told)
-    assert told.engines == set(ENGINE_PARTS)
+    recorder = Recorder()
+    sharing = shared(recorder, ResourcesConfig(colocate=True, offload_rollout=False))
+    await sharing.enter("train", recorder, recorder)
+    assert recorder.engines == set(ENGINE_PARTS)
 
 
-async def test_a_phase_is_entered_again_for_processes_that_were_started_meanwhile_but_counted_once(
+async def test_a_phase_entered_again_sets_the_memory_of_new_processes_and_is_logged_once(
     tmp_path: Path,
 ):
-    told = Told()
-    late = Told()
-    sharing = shared(told, trace=tmp_path)
-    await sharing.enter("score", told, None)
-    await sharing.enter("score", told, late)
+    recorder = Recorder()
+    late = Recorder()
+    sharing = shared(recorder, trace=tmp_path)
+    await sharing.enter("score", recorder, None)
+    await sharing.enter("score", recorder, late)
     assert late.engines == set()
     assert [(entry["from"], entry["to"]) for entry in sharing.take_log()] == [(None, "score")]
     assert sharing.take_log() == []
@@ -132,10 +130,10 @@ async def test_a_phase_is_entered_again_for_processes_that_were_started_meanwhil
     ]
 
 
-async def test_the_log_says_what_a_switch_cost_and_what_was_in_use():
-    told = Told()
-    sharing = shared(told)
-    await sharing.enter("train", told, told)
+async def test_the_log_has_the_time_and_memory_of_a_switch():
+    recorder = Recorder()
+    sharing = shared(recorder)
+    await sharing.enter("train", recorder, recorder)
     (entry,) = sharing.take_log()
     assert entry.pop("seconds") >= 0
     assert entry == {
@@ -147,46 +145,50 @@ async def test_the_log_says_what_a_switch_cost_and_what_was_in_use():
     }
 
 
-async def test_engines_are_started_only_where_the_trainer_has_no_memory_and_the_phase_waits_for_them():
-    told = Told()
-    sharing = shared(told)
+async def test_engines_start_only_without_trainer_memory_and_block_the_next_switch():
+    recorder = Recorder()
+    sharing = shared(recorder)
     async with sharing.room_to_start() as awake:
-        assert awake is None, "before the first phase nobody knows what the trainer has"
-    await sharing.enter("train", told, told)
+        assert awake is None, "before the first phase the trainer's memory is unknown"
+    await sharing.enter("train", recorder, recorder)
     async with sharing.room_to_start() as awake:
         assert awake is None
-    await sharing.enter("sample", told, told)
+    await sharing.enter("sample", recorder, recorder)
     async with sharing.room_to_start() as awake:
         assert awake is not None
         assert set(awake.engines) == set(ENGINE_PARTS)
-        switch = asyncio.create_task(sharing.enter("score", told, told))
+        switch = asyncio.create_task(sharing.enter("score", recorder, recorder))
         await asyncio.sleep(0)
         assert (sharing.now, switch.done()) == ("sample", False)
     await switch
     assert sharing.now == "score"
 
 
-async def test_after_a_switch_that_failed_nobody_samples_and_the_next_one_puts_it_right():
-    told = Told()
-    sharing = shared(told)
-    await sharing.enter("sample", told, told)
-    told.fails = True
+async def test_after_a_failed_switch_no_engine_samples_until_the_next_switch():
+    recorder = Recorder()
+    sharing = shared(recorder)
+    await sharing.enter("sample", recorder, recorder)
+    recorder.fails = True
     with pytest.raises(TrainerError):
-        await sharing.enter("score", told, told)
+        await sharing.enter("score", recorder, recorder)
     assert (sharing.now, sharing.sampling, sharing.startable) == (None, False, False)
-    told.fails = False
-    await sharing.enter("sample", told, told)
-    assert (sharing.sampling, told.engines, told.trainer) == (True, set(ENGINE_PARTS), set())
+    recorder.fails = False
+    await sharing.enter("sample", recorder, recorder)
+    assert (sharing.sampling, recorder.engines, recorder.trainer) == (
+        True,
+        set(ENGINE_PARTS),
+        set(),
+    )
 
 
-async def test_with_gpus_of_their_own_nobody_is_told_anything():
-    told = Told()
+async def test_without_shared_gpus_no_call_is_made():
+    recorder = Recorder()
     sharing = GpuSharing()
-    await sharing.enter("train", told, told)
-    assert (told.order, sharing.sampling, sharing.active) == ([], True, False)
+    await sharing.enter("train", recorder, recorder)
+    assert (recorder.order, sharing.sampling, sharing.active) == ([], True, False)
 
 
-def test_the_table_s_names_are_those_of_trainer_and_engines():
+def test_the_names_in_the_table_are_those_of_trainer_and_engines():
     assert set(TRAINER_PARTS) == set(PARTS)
     assert set(ENGINE_PARTS) == set(MEMORY_TAGS)
     assert all(callable(getattr(TrainerRank, method)) for method in PHASE_OF)

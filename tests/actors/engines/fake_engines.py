@@ -1,7 +1,6 @@
-"""Engines and a router that behave as ours do towards their fleet, without servers, in a module
-that imports little.
+"""Fake engine and router actors: behave towards the fleet as the real ones, without servers.
 
-Not here: the real actors (rlpipe.actors.engines.engine), which tests/flows use with real servers.
+tests/flows use the real actors with real servers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rlpipe.errors import EngineUnavailable
 
 
 class FakeEngine:
-    """Has a server as long as nobody ends it. Each start is another server: another URL."""
+    """An engine with a server until it is ended. Each start has another URL."""
 
     def __init__(self, number: int, node: int = 0) -> None:
         self.number = number
@@ -31,7 +30,7 @@ class FakeEngine:
         self.unknown = True
         self.stuck = False
         self.hangs_s = self.marks_s = 0.0
-        self.awake = {"weights", "kv_cache", "cuda_graph"}
+        self.in_memory_tags = {"weights", "kv_cache", "cuda_graph"}
 
     def start(self, spec: Any, rendezvous: str | None = None) -> str:
         if self.refuses:
@@ -79,14 +78,14 @@ class FakeEngine:
     def release_memory(self, keep: Any) -> None:
         if self.stuck:
             raise EngineUnavailable("it does not answer", where=f"engine/{self.number}")
-        self.awake &= set(keep)
-        self.unknown = self.unknown or "weights" not in self.awake
+        self.in_memory_tags &= set(keep)
+        self.unknown = self.unknown or "weights" not in self.in_memory_tags
 
     def resume_memory(self, tags: Any) -> None:
-        self.awake |= set(tags)
+        self.in_memory_tags |= set(tags)
 
     def in_memory(self) -> list[str]:
-        return sorted(self.awake)
+        return sorted(self.in_memory_tags)
 
     def stop(self) -> None:
         self.alive = False
@@ -96,7 +95,7 @@ class FakeEngine:
 
 
 class FakeRouter:
-    """Remembers whom it routes to."""
+    """A router that records its calls."""
 
     def __init__(self) -> None:
         self.alive = False
@@ -134,7 +133,7 @@ class FakeRouter:
 
 
 def find_or_start(kind: type, name: str, *arguments: Any) -> Any:
-    """The actor of this name, started if it is not there."""
+    """Find or start the actor of this name."""
     make: Any = ray.remote
-    named = {"name": name, "lifetime": "detached", "get_if_exists": True}
-    return make(kind).options(num_cpus=0, **named).remote(*arguments)
+    identity = {"name": name, "lifetime": "detached", "get_if_exists": True}
+    return make(kind).options(num_cpus=0, **identity).remote(*arguments)

@@ -1,5 +1,4 @@
-"""A fleet of small actors that behave as engines do; the trainer's part is a function that notes
-what it sent."""
+"""Parts of a fleet of fake engines: spec, weights, and a trainer that records its pushes."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ SPEC: Any = SimpleNamespace(engine=CONFIG, resources=RESOURCES, logs="logs")
 
 
 class Trainer:
-    """Sends weights: to whom, and whether requests were held."""
+    """A trainer that sends weights. `sent`: (stamp, URLs, idle) of each push."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, list[str], bool]] = []
@@ -48,7 +47,7 @@ class Trainer:
             )
         if self.meanwhile is not None:
             await self.meanwhile()
-        unknown = {url: "lost on the way" for url in urls if url in self.lost}
+        unknown = {url: "lost during the push" for url in urls if url in self.lost}
         await to.end(unknown)
         return {"bytes": 7, "seconds": 0.1, "unknown": unknown}
 
@@ -66,12 +65,12 @@ def weights(version: int, name: str = "") -> Weights:
 async def until(reached: Any, timeout_s: float = 20.0) -> None:
     """Poll until `reached()` (awaited) is true."""
     async with asyncio.timeout(timeout_s):
-        while not await reached():  # noqa: ASYNC110 - what is looked at is in other processes
+        while not await reached():  # noqa: ASYNC110 - other processes set no event here
             await asyncio.sleep(0.02)
 
 
 def actor(handle: Any) -> Any:
-    """Its methods are found when they are called."""
+    """Return the actor as Any: its methods are looked up when they are called."""
     return handle
 
 

@@ -1,7 +1,6 @@
-"""Engines that are kept alive and at the published weights (rlpipe.actors.engines.fleet).
+"""Supervision of engines and router (rlpipe.actors.engines.fleet).
 
-Engines and router are real actors of small classes that behave as ours do; the trainer's part is a
-function that notes what it sent.
+Engines and router are real actors of fake classes; the trainer records its pushes.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from tests.actors.engines.fake_fleet import CONFIG, Trainer, actor, routed, stam
 pytestmark = pytest.mark.integration
 
 
-async def test_what_engines_say_of_themselves_is_told(fleet: Fleet):
+async def test_the_status_has_the_facts_of_each_engine(fleet: Fleet):
     assert [status["facts"] for status in fleet.status()] == [{"starts": 1}] * 2
 
 
-async def test_an_engine_that_died_comes_back_with_the_published_weights(
+async def test_an_engine_that_died_is_restarted_with_the_published_weights(
     fleet: Fleet, trainer: Trainer
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -40,7 +39,9 @@ async def test_an_engine_that_died_comes_back_with_the_published_weights(
     assert stamps(fleet) == [weights(1).stamp] * 2
 
 
-async def test_so_does_one_whose_actor_died(fleet: Fleet, trainer: Trainer):
+async def test_an_engine_with_a_dead_actor_is_restarted_with_the_published_weights(
+    fleet: Fleet, trainer: Trainer
+):
     await fleet.publish(weights(1), everyone=True)
     ray.kill(fleet.engines[0].actor)
 
@@ -51,7 +52,7 @@ async def test_so_does_one_whose_actor_died(fleet: Fleet, trainer: Trainer):
     assert stamps(fleet) == [weights(1).stamp] * 2
 
 
-async def test_one_that_hangs_is_ended_and_replaced(
+async def test_an_engine_that_hangs_is_ended_and_replaced(
     fleet: Fleet, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -64,7 +65,7 @@ async def test_one_that_hangs_is_ended_and_replaced(
     await until(replaced)
 
 
-async def test_an_engine_whose_actor_hangs_is_ended_and_comes_back_with_the_weights(
+async def test_an_engine_with_a_hanging_actor_is_restarted_with_the_published_weights(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -78,7 +79,7 @@ async def test_an_engine_whose_actor_hangs_is_ended_and_comes_back_with_the_weig
     await until(reached, 60.0)
 
 
-async def test_a_router_that_runs_but_does_not_answer_is_ended_and_another_knows_the_engines(
+async def test_a_router_that_does_not_answer_is_replaced_and_gets_the_engines(
     fleet: Fleet,
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -91,7 +92,7 @@ async def test_a_router_that_runs_but_does_not_answer_is_ended_and_another_knows
     await until(reached, 60.0)
 
 
-async def test_a_router_that_died_comes_back_and_knows_the_engines(fleet: Fleet):
+async def test_a_router_that_died_is_restarted_and_gets_the_engines(fleet: Fleet):
     await fleet.publish(weights(1), everyone=True)
     await actor(fleet.router.actor).become.remote(alive=False)
 
@@ -101,7 +102,7 @@ async def test_a_router_that_died_comes_back_and_knows_the_engines(fleet: Fleet)
     await until(back)
 
 
-async def test_engines_that_cannot_be_brought_back_are_named(fleet: Fleet):
+async def test_engines_that_cannot_be_restarted_are_reported(fleet: Fleet):
     await fleet.publish(weights(1), everyone=True)
     assert fleet.trouble() is None
     for engine in fleet.engines:
@@ -122,7 +123,9 @@ async def test_engines_that_cannot_be_brought_back_are_named(fleet: Fleet):
     await until(out_of_trouble)
 
 
-async def test_an_engine_that_died_waits_until_the_trainer_has_given_up_the_gpus(fleet: Fleet):
+async def test_an_engine_that_died_restarts_only_after_the_trainer_has_released_the_gpus(
+    fleet: Fleet,
+):
     sharing = GpuSharing(ResourcesConfig(colocate=True))
     fleet.use_sharing(sharing)
     await sharing.enter("train", None, fleet)
@@ -147,7 +150,7 @@ async def test_an_engine_that_died_waits_until_the_trainer_has_given_up_the_gpus
     await until(gave_up)
 
 
-async def test_engines_that_gave_up_their_weights_are_sent_them_again_and_one_that_does_not_answer_is_ended(
+async def test_engines_that_released_weights_get_them_again_and_a_failed_release_ends_the_engine(
     fleet: Fleet, trainer: Trainer
 ):
     trainer.free = False

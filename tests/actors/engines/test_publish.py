@@ -1,5 +1,4 @@
-"""Weights that are published: who is given them, when, and who takes requests
-(rlpipe.actors.engines.fleet)."""
+"""Pushes of published weights, and the admission of engines (rlpipe.actors.engines.fleet)."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ from tests.actors.engines.fake_fleet import Trainer, actor, routed, stamps, unti
 pytestmark = pytest.mark.integration
 
 
-async def test_a_publication_reaches_every_engine_before_it_takes_requests(
-    fleet: Fleet, trainer: Trainer
-):
+async def test_every_engine_gets_the_weights_before_it_is_admitted(fleet: Fleet, trainer: Trainer):
     assert await routed(fleet) == []
     sent = await fleet.publish(weights(1), everyone=True)
     assert sent == {"engines": 2, "bytes": 7, "seconds": 0.1}
@@ -26,7 +23,7 @@ async def test_a_publication_reaches_every_engine_before_it_takes_requests(
     assert trainer.sent == [(weights(1).stamp, ["http://engine-0/1", "http://engine-1/1"], True)]
 
 
-async def test_engines_that_hold_them_are_left_alone_and_later_ones_have_requests_held(
+async def test_engines_with_the_weights_get_no_push_and_a_later_push_holds_requests(
     fleet: Fleet, trainer: Trainer
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -38,7 +35,9 @@ async def test_engines_that_hold_them_are_left_alone_and_later_ones_have_request
     ]
 
 
-async def test_no_weights_are_sent_while_the_trainer_is_at_work(fleet: Fleet, trainer: Trainer):
+async def test_no_weights_are_sent_to_a_restarted_engine_while_the_trainer_works(
+    fleet: Fleet, trainer: Trainer
+):
     await fleet.publish(weights(1), everyone=True)
     trainer.free = False
     await actor(fleet.engines[0].actor).become.remote(alive=False)
@@ -58,7 +57,7 @@ async def test_no_weights_are_sent_while_the_trainer_is_at_work(fleet: Fleet, tr
     await until(back)
 
 
-async def test_an_engine_that_the_weights_did_not_reach_is_replaced_while_the_others_go_on(
+async def test_an_engine_that_did_not_get_the_weights_is_replaced_while_the_others_continue(
     fleet: Fleet, trainer: Trainer
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -76,7 +75,7 @@ async def test_an_engine_that_the_weights_did_not_reach_is_replaced_while_the_ot
     assert ("remove", ["http://engine-1/1"]) in history
 
 
-async def test_an_engine_is_left_alone_by_a_push_that_fails_before_its_first_byte(
+async def test_a_push_that_fails_before_its_first_byte_changes_no_engine(
     fleet: Fleet, trainer: Trainer
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -87,9 +86,7 @@ async def test_an_engine_is_left_alone_by_a_push_that_fails_before_its_first_byt
     assert await routed(fleet) == ["http://engine-0/1", "http://engine-1/1"]
 
 
-async def test_engines_that_a_push_left_in_the_middle_get_no_more_requests_whatever_broke_it(
-    fleet: Fleet, trainer: Trainer
-):
+async def test_engines_of_an_interrupted_push_get_no_more_requests(fleet: Fleet, trainer: Trainer):
     await fleet.publish(weights(1), everyone=True)
     trainer.fails_after = KeyError("weight_version")
     with pytest.raises(KeyError):
@@ -99,7 +96,7 @@ async def test_engines_that_a_push_left_in_the_middle_get_no_more_requests_whate
     assert not set(stamps(fleet)) & {weights(1).stamp, weights(2).stamp}
 
 
-async def test_first_weights_wait_for_a_trainer_that_is_ahead_unless_everyone_is_to_have_them(
+async def test_first_weights_wait_for_a_trainer_with_other_weights_unless_they_are_for_everyone(
     fleet: Fleet, trainer: Trainer
 ):
     trainer.ahead = True
@@ -109,7 +106,7 @@ async def test_first_weights_wait_for_a_trainer_that_is_ahead_unless_everyone_is
     assert (await fleet.publish(weights(2), everyone=True))["engines"] == 2
 
 
-async def test_what_is_forgotten_is_given_to_nobody(fleet: Fleet, trainer: Trainer):
+async def test_forgotten_weights_are_not_sent(fleet: Fleet, trainer: Trainer):
     await fleet.publish(weights(60), everyone=True)
     fleet.forget_weights()
     await asyncio.sleep(0.3)
@@ -118,13 +115,13 @@ async def test_what_is_forgotten_is_given_to_nobody(fleet: Fleet, trainer: Train
     assert stamps(fleet) == [weights(0, "another run's ").stamp] * 2
 
 
-async def test_weights_that_reach_nobody_are_an_error(fleet: Fleet, trainer: Trainer):
+async def test_a_push_that_no_engine_gets_is_an_error(fleet: Fleet, trainer: Trainer):
     trainer.lost = {"http://engine-0/1", "http://engine-1/1"}
     with pytest.raises(SyncError, match="arrived nowhere"):
         await fleet.publish(weights(1), everyone=True)
 
 
-async def test_between_two_pushes_the_older_weights_serve_and_whoever_comes_back_gets_the_newer(
+async def test_until_the_next_push_older_weights_serve_and_a_restarted_engine_gets_the_newer(
     fleet: Fleet, trainer: Trainer
 ):
     await fleet.publish(weights(1), everyone=True)
@@ -142,7 +139,7 @@ async def test_between_two_pushes_the_older_weights_serve_and_whoever_comes_back
     assert stamps(fleet) == [weights(3).stamp] * 2
 
 
-async def test_older_weights_replace_newer_ones_only_when_everyone_gets_them(
+async def test_older_weights_replace_newer_ones_only_in_a_push_for_everyone(
     fleet: Fleet, trainer: Trainer
 ):
     await fleet.publish(weights(2), everyone=True)
@@ -152,7 +149,7 @@ async def test_older_weights_replace_newer_ones_only_when_everyone_gets_them(
     assert stamps(fleet) == [weights(1, "other ").stamp] * 2
 
 
-async def test_weights_that_waited_behind_newer_ones_do_not_take_their_place(
+async def test_older_weights_that_waited_for_a_push_do_not_replace_newer_ones(
     fleet: Fleet, trainer: Trainer
 ):
     async with fleet._pushing:
@@ -165,7 +162,7 @@ async def test_weights_that_waited_behind_newer_ones_do_not_take_their_place(
     assert stamps(fleet) == [weights(2).stamp] * 2
 
 
-async def test_who_lost_the_engines_while_it_waited_publishes_nothing(
+async def test_a_driver_that_was_replaced_during_its_wait_publishes_nothing(
     fleet: Fleet, trainer: Trainer
 ):
     refused: list[Exception] = []
@@ -185,13 +182,13 @@ async def test_who_lost_the_engines_while_it_waited_publishes_nothing(
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor that does not answer within a second hangs."""
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat an actor that does not answer within a second as hanging."""
     monkeypatch.setattr(supervised, "CALL_TIMEOUT_S", 1.0)
 
 
-async def test_one_engine_whose_actor_hangs_keeps_no_other_from_the_weights(
-    fleet: Fleet, trainer: Trainer, hasty: None
+async def test_a_hanging_actor_does_not_keep_other_engines_from_the_weights(
+    fleet: Fleet, trainer: Trainer, short_deadlines: None
 ):
     await fleet.publish(weights(1), everyone=True)
     await actor(fleet.engines[1].actor).become.remote(marks_s=600.0)
@@ -200,7 +197,9 @@ async def test_one_engine_whose_actor_hangs_keeps_no_other_from_the_weights(
     assert (stamps(fleet)[0], await routed(fleet)) == (weights(2).stamp, ["http://engine-0/1"])
 
 
-async def test_so_it_is_if_it_hangs_once_it_has_them(fleet: Fleet, trainer: Trainer, hasty: None):
+async def test_an_actor_that_hangs_after_the_push_does_not_keep_other_engines_from_the_weights(
+    fleet: Fleet, trainer: Trainer, short_deadlines: None
+):
     async def hangs() -> None:
         await actor(fleet.engines[1].actor).become.remote(marks_s=600.0)
 
@@ -210,8 +209,8 @@ async def test_so_it_is_if_it_hangs_once_it_has_them(fleet: Fleet, trainer: Trai
     assert (stamps(fleet), await routed(fleet)) == ([weights(1).stamp, None], ["http://engine-0/1"])
 
 
-async def test_if_they_all_hang_then_the_error_says_so_of_each(
-    fleet: Fleet, trainer: Trainer, hasty: None
+async def test_if_all_actors_hang_after_the_push_the_error_names_each_engine(
+    fleet: Fleet, trainer: Trainer, short_deadlines: None
 ):
     async def hang() -> None:
         for engine in fleet.engines:
@@ -225,14 +224,16 @@ async def test_if_they_all_hang_then_the_error_says_so_of_each(
     )
 
 
-async def test_if_no_actor_answers_it_is_said(fleet: Fleet, trainer: Trainer, hasty: None):
+async def test_a_push_without_an_answering_actor_is_an_error(
+    fleet: Fleet, trainer: Trainer, short_deadlines: None
+):
     for engine in fleet.engines:
         await actor(engine.actor).become.remote(marks_s=600.0)
     with pytest.raises(SyncError, match="no engine answers"):
         await fleet.publish(weights(1), everyone=True)
 
 
-async def test_an_engine_that_is_started_again_during_a_push_has_not_been_reached_by_it(
+async def test_an_engine_that_restarts_during_a_push_gets_another_push(
     fleet: Fleet, trainer: Trainer
 ):
     again = "http://engine-1/2"

@@ -50,8 +50,11 @@ JOIN = """
 import sys, time
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-ours = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
-Node(RayParams(gcs_address=sys.argv[1], temp_dir=sys.argv[2], **ours), head=False, shutdown_at_exit=True, spawn_reaper=True)
+resources = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
+parameters = RayParams(
+    gcs_address=sys.argv[1], temp_dir=sys.argv[2], node_ip_address="127.0.0.1", **resources
+)
+Node(parameters, head=False, shutdown_at_exit=True, spawn_reaper=True)
 time.sleep(3600)
 """
 NODES = 2
@@ -282,7 +285,7 @@ def computing(pid: int) -> psutil.Process:
     )
 
 
-async def test_an_engine_on_two_nodes_gets_weights_over_each_transport_and_restarts_after_a_server_dies(
+async def test_an_engine_on_two_nodes_gets_weights_over_each_transport_and_restarts_as_a_whole(
     spanning, spread, tmp_path
 ):
     fleet, sender = spanning

@@ -19,7 +19,7 @@ SPEC: Any = SimpleNamespace(resources=SimpleNamespace(start_timeout_s=60.0))
 
 
 class Engine:
-    """An engine with an actor that answers after `delay_s`, and is down in the first `downs` checks."""
+    """An engine that answers after `delay_s`, and is down in the first `downs` checks."""
 
     trouble = None
     starting = False

@@ -32,26 +32,38 @@ victim, home, joined = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "joined"
 
 class Works:
     def start(self):
-        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        self.child = subprocess.Popen(command, start_new_session=True)
         return os.getpid(), self.child.pid
 
     def hang(self):
         time.sleep(600)
 
 def actor():
-    options = {"name": "works", "namespace": "dies", "lifetime": "detached", "num_cpus": 0, "max_concurrency": 2}
-    return ray.remote(Works).options(**options).remote()
+    identity = {"name": "works", "namespace": "dies", "lifetime": "detached"}
+    return ray.remote(Works).options(**identity, num_cpus=0, max_concurrency=2).remote()
+
+def seconds_since(start):
+    return round(time.monotonic() - start, 1)
+
+def one_line(error):
+    return str(error).replace(chr(10), " ")
+
+def is_running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 async def main():
     head, address = None, None
     if joined:
         code = (
-            "import sys, time, ray; from pathlib import Path; from rlpipe.actors.ray import local_ray, watch as ray_watch; "
+            "import sys, time, ray; from pathlib import Path; "
+            "from rlpipe.actors.ray import local_ray, watch as ray_watch; "
             "from rlpipe.config.model import ResourcesConfig; ray_watch.watch_own = lambda: None; "
             "local_ray.connect(ResourcesConfig(), Path(sys.argv[1]), namespace='head'); "
             "print(local_ray.address(), flush=True); time.sleep(600)"
         )
-        head = subprocess.Popen([sys.executable, "-c", code, str(home)], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", code, str(home)]
+        head = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         address = head.stdout.readline().strip()
     resources = ResourcesConfig(ray_address=address)
     local_ray.connect(resources, home, namespace="dies")
@@ -68,19 +80,19 @@ async def main():
     try:
         await waiting
     except ActorLost as error:
-        print("lost after", round(time.monotonic() - start, 1), str(error).replace(chr(10), " "), flush=True)
+        print("lost after", seconds_since(start), one_line(error), flush=True)
     watch = ray_watch.current()
     while watch.lost is None and time.monotonic() - start < 60:
         await asyncio.sleep(0.1)
-    print("known after", round(time.monotonic() - start, 1), str(watch.lost).replace(chr(10), " "), flush=True)
+    print("known after", seconds_since(start), one_line(watch.lost), flush=True)
     try:
         local_ray.connect(resources, home, namespace="dies")
         again = actor()
         print("again", ray.get(again.start.remote()) != pids, flush=True)
     except ResourceError as error:
-        print("refused", str(error).replace(chr(10), " "), flush=True)
+        print("refused", one_line(error), flush=True)
     if not joined:
-        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        left = [pid for pid in pids if is_running(pid)]
         print("left", left, flush=True)
     local_ray.disconnect()
     for process in [*servers, *([head] if head else [])]:

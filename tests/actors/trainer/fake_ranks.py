@@ -1,8 +1,4 @@
-"""A rank that behaves as `TrainerRank` does towards its group, without a model, in a module that
-imports little.
-
-Not here: the engine of a real rank (tests/engines/megatron).
-"""
+"""A fake rank: behaves towards its group as `TrainerRank`, without a model and with few imports."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from rlpipe.types import Stage
 
 
 def busy(method: Any) -> Any:
-    """As `rlpipe.actors.trainer.rank_actors.collective`."""
+    """Report the call in `status`, as `rlpipe.actors.trainer.rank.collective`."""
 
     @wraps(method)
     def call(self: Rank, *arguments: Any, **keywords: Any) -> Any:
@@ -41,8 +37,10 @@ def busy(method: Any) -> Any:
 
 
 class Rank:
-    """Holds the name of a state. A collective that one rank does not join leaves the other waiting
-    in it."""
+    """A rank that holds the name of a state.
+
+    A collective that one rank does not join leaves the other waiting.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -53,7 +51,7 @@ class Rank:
         self.failed: str | None = None
         self.calls: Counter[str] = Counter()
         self.deterministic: bool | None = None
-        self.heard: list[str] = []
+        self.received: list[str] = []
 
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", 29500 + self.rank
@@ -73,14 +71,14 @@ class Rank:
         self, spec: Any, master: tuple[str, int], critic_exchange: tuple[str, int] | None = None
     ) -> None:
         exchange = f" and {critic_exchange[0]}:{critic_exchange[1]}" if critic_exchange else ""
-        self.heard.append(f"setup {spec.model_dir} {master[0]}:{master[1]}{exchange}")
+        self.received.append(f"setup {spec.model_dir} {master[0]}:{master[1]}{exchange}")
         self.ready = True
         self.deterministic = spec.deterministic
 
     def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
         if self.held or self.dirty:
             raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
-        self.heard.append(f"initialise from {start_from}")
+        self.received.append(f"initialise from {start_from}")
         self.held = key
         return {"state_digest": f"state of {key}"}
 
@@ -89,7 +87,7 @@ class Rank:
             raise TrainerError("this rank has not been set up", where=f"trainer/{self.rank}")
         if lineage.base_stage is Stage.INIT and not self.fresh:
             raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
-        self.heard.append("restore")
+        self.received.append("restore")
         self.held = lineage.target
         self.dirty = False
         self.fresh = False
@@ -112,7 +110,7 @@ class Rank:
 
     @busy
     def push(self, alone: int, seconds: float) -> None:
-        """One rank works longer than the others, as the one that speaks with engines does."""
+        """Let one rank work longer than the others, as the rank that talks to engines does."""
         if self.rank == alone:
             time.sleep(seconds)
 
@@ -120,10 +118,10 @@ class Rank:
         if rank == self.rank:
             vars(self).update(state)
 
-    def note(self, what: str, seconds: float = 0.0) -> None:
-        self.heard.append(f"begin {what}")
+    def note(self, name: str, seconds: float = 0.0) -> None:
+        self.received.append(f"begin {name}")
         time.sleep(seconds)
-        self.heard.append(f"end {what}")
+        self.received.append(f"end {name}")
 
     def remembers(self) -> str:
         return f"weights of {self.rank}"
@@ -137,12 +135,12 @@ class Rank:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.27 GiB")
 
     def log(self) -> list[str]:
-        return self.heard
+        return self.received
 
 
 def start(rank: int) -> Any:
-    """The rank of this number, found by its name or started."""
+    """Find or start the rank of this number."""
     make: Any = ray.remote
     remote = make(concurrency_groups={STATUS: 1})(Rank)
-    named = {"name": f"trainer-{rank}", "lifetime": "detached", "get_if_exists": True}
-    return remote.options(num_cpus=0, **named).remote(rank)
+    identity = {"name": f"trainer-{rank}", "lifetime": "detached", "get_if_exists": True}
+    return remote.options(num_cpus=0, **identity).remote(rank)

@@ -1,5 +1,4 @@
-"""Checkpoint directories: shares that are uploaded, and what is fetched is complete
-(rlpipe.actors.trainer.checkpoints)."""
+"""Upload and download of checkpoint directories (rlpipe.actors.trainer.checkpoints)."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint directory as 13 ranks leave it."""
+    """A checkpoint directory of 13 ranks."""
     return fill(tmp_path / "saved", CONTENT)
 
 
@@ -82,16 +81,22 @@ def test_all_shares_together_are_the_directory_and_each_file_is_uploaded_once(
     assert {Path(path).name: files.read(path) for path in files.list("checkpoints")} == CONTENT
 
 
-def test_each_rank_uploads_what_it_wrote_and_rank_0_the_index_last(files: Files, saved: Path):
+def test_each_rank_uploads_its_files_and_rank_0_the_index_last(files: Files, saved: Path):
     def share(rank: int) -> list[str]:
         return [Path(record.path).name for record in upload_share(files, saved, "p", rank)]
 
     assert share(1) == ["__1_0.distcp"]
     assert share(12) == ["__12_0.distcp"]
     assert share(2) == []
-    mine = share(0)
-    assert set(mine) == {"__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json", ".metadata"}
-    assert mine[-1] == ".metadata"
+    files_of_0 = share(0)
+    assert set(files_of_0) == {
+        "__0_0.distcp",
+        "__0_1.distcp",
+        "common.pt",
+        "metadata.json",
+        ".metadata",
+    }
+    assert files_of_0[-1] == ".metadata"
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3)), unique=True, max_size=8))
@@ -115,9 +120,7 @@ def test_every_file_has_exactly_one_rank_that_uploads_it(
     )
 
 
-def test_another_upload_under_the_same_prefix_is_refused_and_the_same_one_is_not(
-    files: Files, saved: Path
-):
+def test_an_upload_of_other_content_under_the_same_prefix_is_refused(files: Files, saved: Path):
     assert upload(files, saved) == upload(files, saved)
     (saved / "__1_0.distcp").unlink()
     (saved / "__1_0.distcp").write_bytes(b"other")
@@ -125,7 +128,7 @@ def test_another_upload_under_the_same_prefix_is_refused_and_the_same_one_is_not
         upload(files, saved)
 
 
-def test_what_was_uploaded_is_fetched_as_a_directory_that_can_be_loaded(
+def test_an_uploaded_checkpoint_is_downloaded_as_a_loadable_directory(
     files: Files, saved: Path, tmp_path: Path
 ):
     root = fetch_checkpoint(files, upload(files, saved), tmp_path / "checkpoints")
@@ -133,9 +136,7 @@ def test_what_was_uploaded_is_fetched_as_a_directory_that_can_be_loaded(
     assert (root / TRACKER).read_text() == "3"
 
 
-def test_a_checkpoint_that_is_there_is_not_downloaded_again(
-    files: Files, saved: Path, tmp_path: Path
-):
+def test_an_existing_checkpoint_is_not_downloaded_again(files: Files, saved: Path, tmp_path: Path):
     node = upload(files, saved)
     root = fetch_checkpoint(files, node, tmp_path / "checkpoints")
     for path in files.list("checkpoints"):
@@ -144,9 +145,7 @@ def test_a_checkpoint_that_is_there_is_not_downloaded_again(
     assert content(root / "iter_0000003") == CONTENT
 
 
-def test_a_fetch_that_was_killed_at_any_moment_is_completed_by_the_next(
-    files: Files, saved: Path, tmp_path: Path
-):
+def test_a_killed_download_is_completed_by_the_next(files: Files, saved: Path, tmp_path: Path):
     node = upload(files, saved)
     root = fetch_checkpoint(files, node, tmp_path / "checkpoints")
     (root / TRACKER).unlink()
@@ -158,32 +157,32 @@ def test_a_fetch_that_was_killed_at_any_moment_is_completed_by_the_next(
     assert content(root / "iter_0000003") == CONTENT
 
 
-def test_the_part_of_a_critic_with_ranks_of_its_own_lies_beside_the_policy_s(
+def test_the_part_of_a_critic_with_its_own_ranks_is_in_a_subfolder(
     files: Files, saved: Path, tmp_path: Path
 ):
-    theirs = fill(tmp_path / "theirs", {"__0_0.distcp": b"critic", ".metadata": b"index"})
+    of_critic = fill(tmp_path / "critic", {"__0_0.distcp": b"critic", ".metadata": b"index"})
     shares = [upload_share(files, saved, "p", rank) for rank in range(RANKS)]
-    shares.append(upload_share(files, theirs, f"p/{CRITIC}", 0))
+    shares.append(upload_share(files, of_critic, f"p/{CRITIC}", 0))
     records = shares_complete(shares)
     assert records is not None
     node = recorded(list(records))
     folder = tmp_path / "checkpoints"
     root = fetch_checkpoint(files, node, folder)
     parts = [content(root / "iter_0000003"), content(root / CRITIC / "iter_0000003")]
-    assert parts == [CONTENT, content(theirs)]
+    assert parts == [CONTENT, content(of_critic)]
     (root / "iter_0000003").rename(root / "iter_0000003.partial")  # killed after the critic's part
     fetch_checkpoint(files, node, folder)
     assert [content(root / "iter_0000003"), content(root / CRITIC / "iter_0000003")] == parts
 
 
-def test_a_checkpoint_of_which_a_rank_lost_its_share_is_none(files: Files, saved: Path):
+def test_without_the_share_of_a_rank_a_checkpoint_is_incomplete(files: Files, saved: Path):
     shares = [upload_share(files, saved, "p", rank) for rank in range(RANKS)]
     assert shares_complete([*shares, None]) is None
-    assert shares_complete(shares[1:]) is None, "without rank 0 nobody knows what the files are"
+    assert shares_complete(shares[1:]) is None, "without rank 0 the index is missing"
     assert shares_complete(shares) == tuple(record for share in shares for record in share)
 
 
-def test_ranks_of_one_machine_fetch_at_once_and_each_finds_it_whole(
+def test_ranks_of_one_machine_download_at_once_and_each_finds_a_complete_checkpoint(
     files: Files, saved: Path, tmp_path: Path
 ):
     class Slow(Files):
@@ -201,7 +200,7 @@ def test_ranks_of_one_machine_fetch_at_once_and_each_finds_it_whole(
         assert list(pool.map(fetch, range(16))) == [CONTENT] * 16
 
 
-def test_a_checkpoint_with_a_wrong_file_is_not_there_at_all(
+def test_a_checkpoint_with_a_damaged_file_does_not_appear(
     files: Files, saved: Path, tmp_path: Path
 ):
     node = upload(files, saved)
@@ -214,41 +213,41 @@ def test_a_checkpoint_with_a_wrong_file_is_not_there_at_all(
     damaged.write_bytes(sound)
     root = fetch_checkpoint(files, node, tmp_path / "checkpoints")
     assert content(root / "iter_0000003") == CONTENT, (
-        "what the failed attempt left is not part of it"
+        "files of the failed attempt are not part of it"
     )
 
 
-def test_a_checkpoint_whose_file_is_gone_is_named(files: Files, saved: Path, tmp_path: Path):
+def test_a_missing_file_of_a_checkpoint_is_named(files: Files, saved: Path, tmp_path: Path):
     node = upload(files, saved)
     files.delete(node.files[0].path)
     with pytest.raises(ObjectMissing, match=r"__0_0\.distcp"):
         fetch_checkpoint(files, node, tmp_path / "checkpoints")
 
 
-def test_a_node_without_files_is_no_checkpoint(files: Files, tmp_path: Path):
+def test_a_node_without_files_is_refused(files: Files, tmp_path: Path):
     node = recorded([])
     with pytest.raises(ObjectMissing) as caught:
         fetch_checkpoint(files, node, tmp_path / "checkpoints")
     assert caught.value.where == f"nodes/checkpoint/{node.digest}.json"
 
 
-def test_two_checkpoints_of_one_version_do_not_meet(files: Files, saved: Path, tmp_path: Path):
+def test_two_checkpoints_of_one_version_have_separate_directories(
+    files: Files, saved: Path, tmp_path: Path
+):
     """Two branches have a version 3 each."""
-    here = upload(files, saved)
+    own = upload(files, saved)
     other = files.put_file(saved / "common.pt", "checkpoints/other/iter_0000003/b/common.pt")
-    there = checkpoint_inputs("weights of another branch").node(
+    foreign = checkpoint_inputs("weights of another branch").node(
         files=(other,), outputs={"version": 3}
     )
     first, second = (
-        fetch_checkpoint(files, node, tmp_path / "checkpoints") for node in (here, there)
+        fetch_checkpoint(files, node, tmp_path / "checkpoints") for node in (own, foreign)
     )
     assert content(first / "iter_0000003") == CONTENT
     assert content(second / "iter_0000003") == {"common.pt": b"common"}
 
 
-def test_pruning_keeps_the_newest_and_forgets_what_was_fetched(
-    files: Files, saved: Path, tmp_path: Path
-):
+def test_pruning_keeps_the_newest_and_deletes_downloads(files: Files, saved: Path, tmp_path: Path):
     folder = tmp_path / "checkpoints"
     fetch_checkpoint(files, upload(files, saved), folder)
     for version in (9, 100, 25, 1000):
@@ -268,7 +267,7 @@ def test_pruning_keeps_the_newest_and_forgets_what_was_fetched(
     ]
 
 
-def test_pruning_keeps_as_many_of_a_critic_with_ranks_of_its_own(tmp_path: Path):
+def test_pruning_keeps_the_same_number_of_critic_checkpoints(tmp_path: Path):
     for version in (1, 2, 3):
         (tmp_path / f"iter_{version:07d}").mkdir()
         (tmp_path / CRITIC / f"iter_{version:07d}").mkdir(parents=True)
@@ -279,12 +278,12 @@ def test_pruning_keeps_as_many_of_a_critic_with_ranks_of_its_own(tmp_path: Path)
     }
 
 
-def test_pruning_a_folder_that_is_not_there_does_nothing(tmp_path: Path):
+def test_pruning_a_missing_folder_does_nothing(tmp_path: Path):
     prune(tmp_path / "none", 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_never_finishes_its_download_is_not_waited_for_for_ever(
+def test_the_wait_for_the_download_of_another_rank_has_a_deadline(
     files: Files, saved: Path, tmp_path: Path
 ):
     node = upload(files, saved)

@@ -1,8 +1,7 @@
-"""PPO through the trainer ranks: a critic that is trained first, a reference that is refreshed, the
-same bits when done again.
+"""PPO on the trainer ranks: critic-only iterations, a refreshed reference, bit-exact replay.
 
-And the same with the critic in a rank of its own, where one of the two is killed in the middle of
-its optimizer steps.
+Once with a critic that shares the policy's ranks, and once with a critic in its own rank, where one
+of the two ranks is killed between optimizer steps.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ from tests.actors.trainer.trained import Trained, configuration, sampled_rows, t
 
 pytestmark = pytest.mark.integration
 ITERATIONS = 3
-ALONE = 1
+CRITIC_ONLY = 1
+"""Iterations that train only the critic."""
 POLICY, CRITIC = 0, 1
-"""The ranks of the run in which the critic has its own."""
+"""Numbers of the ranks of the run with a critic rank."""
 SLOW = """
 import time
 from pathlib import Path
@@ -48,7 +48,7 @@ def wait(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
 
 def ppo(model: str, run: str = "ppo", **sections: Any) -> RunConfig:
     estimator = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "reference": True}
-    critic = {"num_critic_only_steps": ALONE, "optimizer": {"lr": 2e-3}}
+    critic = {"num_critic_only_steps": CRITIC_ONLY, "optimizer": {"lr": 2e-3}}
     return configuration(
         model,
         run,
@@ -61,8 +61,7 @@ def ppo(model: str, run: str = "ppo", **sections: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, local_ray: str) -> Path:
-    """With the run `ppo`: three iterations, the first of the critic only; rebuilt from batches and
-    from a checkpoint."""
+    """Home with the run `ppo`: three iterations, restored from batches and from a checkpoint."""
     home = tmp_path_factory.mktemp("home")
     asyncio.run(history(home, tiny_model(home / "model")))
     return home
@@ -77,36 +76,36 @@ async def history(home: Path, model: str) -> None:
 
         await run.begin()
         await run.iterate(2, scored)
-        await restored(run, replayed=2)
+        await check_restore(run, replayed=2)
         await run.checkpoint()
         await run.iterate(1, scored)
         state = (await run.trainer.call("status", deadline_s=60))[0]["held"]
         before = await scored(state, ITERATIONS)
         await run.checkpoint()
-        await restored(run, replayed=0)
+        await check_restore(run, replayed=0)
         assert (await scored(state, ITERATIONS)).files == before.files, (
-            "critic and reference are what they were"
+            "critic and reference are restored"
         )
         assert before.outputs["reference_version"] == 2
 
 
 async def batch_of(run: Trained, before: str, k: int) -> Node:
-    """The advantage node of an iteration."""
+    """Score the batch of an iteration; return its advantage node."""
     rollout, reward = sampled_rows(run.files, k)
     inputs = advantage_inputs(run.config, rollout, reward, before)
-    names = {
+    arguments = {
         "key": inputs.digest,
         "before": before,
         "version": k,
         "rollout": rollout,
         "reward": reward,
     }
-    answer = (await run.trainer.call("advantage", deadline_s=60, **names))[0]
+    answer = (await run.trainer.call("advantage", deadline_s=60, **arguments))[0]
     return run.nodes.commit(inputs.node(files=tuple(answer["files"]), outputs=answer["outputs"]))
 
 
-async def restored(run: Trained, *, replayed: int) -> None:
-    """The newest state comes out as recorded, from the last checkpoint and so many batches."""
+async def check_restore(run: Trained, *, replayed: int) -> None:
+    """Check that the newest state is restored from the last checkpoint and `replayed` batches."""
     branch = run.config.run
     newest = run.branches.newest(branch)
     assert newest is not None
@@ -119,7 +118,7 @@ async def restored(run: Trained, *, replayed: int) -> None:
     assert answer["state_digest"] == run.nodes.get(Stage.TRAIN, state).outputs["state_digest"]
 
 
-async def test_training_it_all_again_gives_the_same_bits_critic_included(home: Path):
+async def test_a_replay_gives_the_same_bits_with_the_critic(home: Path):
     result = await replay(Files(home / "store"), "ppo", home=home, on_state=lambda _: None)
     assert result.equal
     assert [(state.stage, state.version) for state in result.states] == [
@@ -130,7 +129,7 @@ async def test_training_it_all_again_gives_the_same_bits_critic_included(home: P
     ]
 
 
-def test_the_batches_hold_values_and_returns_by_gae_and_say_whether_only_the_critic_learns(
+def test_batches_have_values_and_returns_of_gae_and_the_critic_only_flag(
     home: Path,
 ):
     files = Files(home / "store")
@@ -142,7 +141,7 @@ def test_the_batches_hold_values_and_returns_by_gae_and_say_whether_only_the_cri
         assert (
             batch.values is not None and batch.returns is not None and batch.advantages is not None
         )
-        assert node.outputs["critic_only"] == (commit.iteration < ALONE)
+        assert node.outputs["critic_only"] == (commit.iteration < CRITIC_ONLY)
         assert np.allclose(batch.advantages + batch.values, batch.returns, atol=1e-6)
         assert node.outputs["reference_version"] == commit.iteration // 2 * 2
         assert batch.reference_log_probs is not None and batch.proximal_log_probs is not None
@@ -165,7 +164,7 @@ def test_the_batches_hold_values_and_returns_by_gae_and_say_whether_only_the_cri
         assert np.allclose(again.advantages, batch.advantages, atol=1e-5)
         steps = nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN]).outputs["steps"]
         assert all(
-            "value_loss" in step and ("loss" in step) == (commit.iteration >= ALONE)
+            "value_loss" in step and ("loss" in step) == (commit.iteration >= CRITIC_ONLY)
             for step in steps
         )
     assert len(values) == ITERATIONS
@@ -174,15 +173,14 @@ def test_the_batches_hold_values_and_returns_by_gae_and_say_whether_only_the_cri
 
 
 @pytest.fixture(scope="module")
-def apart(home: Path) -> Path:
-    """The same run with the critic in a rank of its own, under the name `apart` in the same
-    store."""
+def separate(home: Path) -> Path:
+    """Home with the same run and a critic rank, named `separate`, in the same store."""
     marker = home / "slow"
     hook = home / "slow.py"
     hook.write_text(SLOW.format(marker=marker))
     steps = {"custom_megatron_before_train_step_hook_path": f"{hook}:wait"}
     config = ppo(
-        str(home / "model"), "apart", resources={"critic_num_gpus_per_node": 1}, train=steps
+        str(home / "model"), "separate", resources={"critic_num_gpus_per_node": 1}, train=steps
     )
     asyncio.run(history_with_kills(config, home, marker))
     return home
@@ -194,26 +192,27 @@ async def history_with_kills(config: RunConfig, home: Path, marker: Path) -> Non
         async def scored(before: str, k: int) -> Node:
             batch = await batch_of(run, before, k)
             if k == 1:
-                await killed(run, batch, before, CRITIC, marker)
-                assert await run.keeper.restore(before, version=k, epoch=1) == before
+                await kill_during_training(run, batch, before, CRITIC, marker)
+                assert await run.trainer_states.restore(before, version=k, epoch=1) == before
             return batch
 
         await run.begin()
         await run.iterate(2, scored)
         await run.checkpoint()
         await run.iterate(1, scored)
-        await restored(run, replayed=1)
+        await check_restore(run, replayed=1)
         state = (await run.trainer.call("status", deadline_s=60))[CRITIC]["held"]
-        await killed(run, await scored(state, ITERATIONS), state, POLICY, marker)
+        await kill_during_training(run, await scored(state, ITERATIONS), state, POLICY, marker)
 
 
-async def killed(run: Trained, batch: Node, before: str, victim: int, marker: Path) -> None:
-    """Begin to train, and kill -9 one of the two between two optimizer steps of the policy: then
-    there is no state any more."""
+async def kill_during_training(
+    run: Trained, batch: Node, before: str, victim: int, marker: Path
+) -> None:
+    """Kill -9 one of the two ranks between two optimizer steps; then no state is held."""
     slow(marker, on=True)
     inputs = train_inputs(run.config, batch.digest, before)
-    names = {"key": inputs.digest, "before": before, "advantage": batch.digest}
-    training = asyncio.ensure_future(run.trainer.call("train", deadline_s=120, **names))
+    arguments = {"key": inputs.digest, "before": before, "advantage": batch.digest}
+    training = asyncio.ensure_future(run.trainer.call("train", deadline_s=120, **arguments))
     while True:
         ranks: list[Any] = run.trainer.ranks
         statuses = [await rank.status.options(concurrency_group=STATUS).remote() for rank in ranks]
@@ -240,13 +239,13 @@ def states(files: Files, branch: str) -> list[str]:
     return [nodes.get(Stage.TRAIN, digest).outputs["state_digest"] for digest in reversed(trains)]
 
 
-def test_in_a_rank_of_its_own_the_critic_leads_to_the_same_bits_although_it_was_killed(apart: Path):
-    files = Files(apart / "store")
+def test_a_critic_rank_gives_the_same_bits_as_a_shared_critic_also_after_kills(separate: Path):
+    files = Files(separate / "store")
     nodes = Nodes(files)
-    assert states(files, "apart") == states(files, "ppo")
-    inits = [nodes.get(Stage.INIT, Branches(files).get(run).init) for run in ("ppo", "apart")]
+    assert states(files, "separate") == states(files, "ppo")
+    inits = [nodes.get(Stage.INIT, Branches(files).get(run).init) for run in ("ppo", "separate")]
     assert inits[0].outputs["state_digest"] == inits[1].outputs["state_digest"]
-    pairs = zip(Branches(files).walk("ppo"), Branches(files).walk("apart"), strict=True)
+    pairs = zip(Branches(files).walk("ppo"), Branches(files).walk("separate"), strict=True)
     for one, other in pairs:
         batches = [
             read_batch(files, nodes.get(Stage.ADVANTAGE, commit.nodes[Stage.ADVANTAGE]))
@@ -261,12 +260,12 @@ def test_in_a_rank_of_its_own_the_critic_leads_to_the_same_bits_although_it_was_
         assert steps[0] == steps[1]
 
 
-def test_its_part_of_a_checkpoint_lies_beside_the_policy_s(apart: Path):
-    files = Files(apart / "store")
-    state = Branches(files).read("apart", 1).nodes[Stage.TRAIN]
+def test_a_checkpoint_has_the_part_of_the_critic_rank_in_a_subfolder(separate: Path):
+    files = Files(separate / "store")
+    state = Branches(files).read("separate", 1).nodes[Stage.TRAIN]
     checkpoint = Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(state).digest)
     folders = {
-        str(Path(record.path).parent.relative_to("checkpoints/apart/iter_0000002"))
+        str(Path(record.path).parent.relative_to("checkpoints/separate/iter_0000002"))
         for record in checkpoint.files
     }
     assert len(folders) == 2

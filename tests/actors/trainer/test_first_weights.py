@@ -38,7 +38,7 @@ def changed(model: Path) -> None:
 async def lose(run: Trained) -> None:
     """Kill all ranks, and start blank ones."""
     run.trainer.kill()
-    await run.turn_to(run.config)
+    await run.set_up_for(run.config)
 
 
 def states(run: Trained, branch: str) -> list[str]:
@@ -56,18 +56,18 @@ async def test_a_run_that_loses_its_trainer_before_any_checkpoint_continues_bit_
     async with trained(configuration(str(model), "whole"), files, tmp_path) as whole:
         await whole.begin()
         await whole.iterate(2)
-        run = await whole.turn_to(configuration(str(model), "run"))
+        run = await whole.set_up_for(configuration(str(model), "run"))
         init = await run.begin()
         await lose(run)
         assert (
-            await run.keeper.restore(init, version=0, epoch=1) == init
+            await run.trainer_states.restore(init, version=0, epoch=1) == init
             and await run.trainer.held() == init
         )
         await run.iterate(1)
         await lose(run)
         await run.iterate(1)
         assert states(run, "run") == states(run, "whole")
-        assert await run.keeper.restore(init, version=0, epoch=1) == init, (
+        assert await run.trainer_states.restore(init, version=0, epoch=1) == init, (
             "also of ranks that have trained"
         )
     assert files.list("checkpoints") == []
@@ -85,10 +85,10 @@ async def test_a_run_that_started_from_another_run_loads_that_checkpoint_again(
         checkpoint = await source.checkpoint()
         await source.iterate(1)
         await source.checkpoint()
-        warm = await source.turn_to(configuration(str(model), "warm"))
+        warm = await source.set_up_for(configuration(str(model), "warm"))
         init = await warm.begin(checkpoint)
         await lose(warm)
-        assert await warm.keeper.restore(init, version=0, epoch=1) == init
+        assert await warm.trainer_states.restore(init, version=0, epoch=1) == init
     assert spare_checkpoints(files, Retention(1), grace_s=-60) == [], (
         "`warm` starts from the older checkpoint"
     )
@@ -117,15 +117,15 @@ async def test_weights_and_reference_of_a_changed_model_are_refused(
             Mismatch,
             match=r"(?s)first weights of the run.*state_digest.*restore the earlier contents",
         ):
-            await run.keeper.restore(init, version=0, epoch=1)
+            await run.trainer_states.restore(init, version=0, epoch=1)
         assert lineage_to(run.nodes, state, init).base_stage is Stage.CHECKPOINT
         with pytest.raises(
             Mismatch,
             match=r"(?s)first weights of the run.*weights_digest.*restore the earlier contents",
         ):
-            await run.keeper.restore(state, version=1, epoch=1)
+            await run.trainer_states.restore(state, version=1, epoch=1)
         changed(model)
-        assert await run.keeper.restore(state, version=1, epoch=1) == state
+        assert await run.trainer_states.restore(state, version=1, epoch=1) == state
 
 
 def spec(model: Path, **other: Any) -> Any:

@@ -1,8 +1,6 @@
-"""All ranks as one: who holds what, and what is left after one of them dies
-(rlpipe.actors.trainer.group).
+"""All ranks as one: the held state, failures and restarts (rlpipe.actors.trainer.group).
 
-The ranks are real actors of a small class that behaves as `TrainerRank` does towards its group,
-without a model.
+The ranks are real actors of a fake class without a model.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ pytestmark = pytest.mark.integration
 
 RANKS = 2
 SPEC: Any = SimpleNamespace(model_dir="m", deterministic=False)
-"""Equal specs are the same engine; what is in one is the ranks' business."""
+"""The group only compares specs; ranks read their contents."""
 
 
 @pytest.fixture
 def group(local_ray: str) -> Iterator[TrainerGroup]:
-    """Two ranks that are found by name, as a run's are."""
-    made = TrainerGroup(start, RANKS, start_timeout_s=120.0)
-    yield made
-    made.kill()
+    """Two ranks that are found by name, as the ranks of a run."""
+    group = TrainerGroup(start, RANKS, start_timeout_s=120.0)
+    yield group
+    group.kill()
 
 
-def to(state: str, *replay: str) -> Lineage:
+def lineage_to(state: str, *replay: str) -> Lineage:
     return Lineage(Stage.CHECKPOINT, "saved", state, "init", replay)
 
 
@@ -47,19 +45,19 @@ async def ask(group: TrainerGroup, what: str) -> list[Any]:
     return [status[what] for status in await group.call("status", deadline_s=60)]
 
 
-async def test_a_call_goes_to_every_rank_and_answers_come_in_order_of_rank(group: TrainerGroup):
+async def test_a_call_goes_to_every_rank_and_returns_answers_in_order_of_rank(group: TrainerGroup):
     assert await group.call("train", key="a", deadline_s=60) == ["a on 0", "a on 1"]
     assert await ask(group, "rank") == [0, 1]
 
 
-async def test_setup_meets_at_the_address_of_rank_0(group: TrainerGroup):
+async def test_setup_uses_the_address_of_rank_0_as_rendezvous(group: TrainerGroup):
     assert await ask(group, "ready") == [False, False]
     await group.setup(SPEC)
     assert await ask(group, "ready") == [True, True]
     assert await group.call("log", deadline_s=60) == [["setup m 127.0.0.1:29500"]] * 2
 
 
-async def test_a_state_is_held_when_every_rank_holds_it_cleanly(group: TrainerGroup):
+async def test_a_state_is_held_if_every_rank_holds_it_and_is_not_dirty(group: TrainerGroup):
     assert await group.held() != "a"
     await group.setup(SPEC)
     await group.call("train", key="a", deadline_s=60)
@@ -73,18 +71,18 @@ async def test_a_state_is_held_when_every_rank_holds_it_cleanly(group: TrainerGr
         assert await group.held() == "a"
 
 
-async def test_ensure_does_nothing_when_the_state_is_held(group: TrainerGroup):
+async def test_ensure_does_nothing_if_the_state_is_held(group: TrainerGroup):
     await group.setup(SPEC)
     await group.call("train", key="b", deadline_s=60)
-    assert await group.ensure(to("a", "b"), deadline_s=60) is None
+    assert await group.ensure(lineage_to("a", "b"), deadline_s=60) is None
     assert await group.call("log", deadline_s=60) == [["setup m 127.0.0.1:29500"]] * 2
 
 
-async def test_ensure_restores_living_ranks_without_starting_them_again(group: TrainerGroup):
+async def test_ensure_restores_living_ranks_without_a_restart(group: TrainerGroup):
     await group.setup(SPEC)
     await group.call("train", key="b", deadline_s=60)
     pids = await ask(group, "pid")
-    assert await group.ensure(to("a", "c", "d"), deadline_s=60) == {
+    assert await group.ensure(lineage_to("a", "c", "d"), deadline_s=60) == {
         "replayed": 2,
         "mismatch": None,
         "rank": 0,
@@ -93,7 +91,9 @@ async def test_ensure_restores_living_ranks_without_starting_them_again(group: T
     assert await ask(group, "pid") == pids
 
 
-async def test_the_first_state_is_made_in_ranks_that_have_trained_nothing(group: TrainerGroup):
+async def test_a_first_state_is_restored_only_in_ranks_that_have_trained_nothing(
+    group: TrainerGroup,
+):
     first = Lineage(Stage.INIT, "init", "init", "init", ("a",))
     await group.setup(SPEC)
     pids = await ask(group, "pid")
@@ -105,7 +105,9 @@ async def test_the_first_state_is_made_in_ranks_that_have_trained_nothing(group:
     assert await group.held() == "a" and not set(pids) & set(await ask(group, "pid"))
 
 
-async def test_after_the_death_of_one_rank_all_are_started_again_and_restored(group: TrainerGroup):
+async def test_after_the_death_of_one_rank_all_ranks_are_restarted_and_restored(
+    group: TrainerGroup,
+):
     await group.setup(SPEC)
     pids = await ask(group, "pid")
     start_s = time.monotonic()
@@ -113,31 +115,31 @@ async def test_after_the_death_of_one_rank_all_are_started_again_and_restored(gr
         await group.call("train", key="b", dies=1, deadline_s=300)
     assert caught.value.where == "trainer.train"
     assert await group.held() != "b"
-    assert await group.ensure(to("a"), deadline_s=60) == {
+    assert await group.ensure(lineage_to("a"), deadline_s=60) == {
         "replayed": 0,
         "mismatch": None,
         "rank": 0,
     }
     assert time.monotonic() - start_s < 60, (
-        "nobody waits for the rank that is left in the collective"
+        "the rank that waits in the collective is killed at once"
     )
     assert await group.held() == "a"
     assert not set(pids) & set(await ask(group, "pid"))
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_a_half_trained_rank_is_not_restored_but_started_again_with_its_group(
+async def test_a_half_trained_rank_is_restarted_with_its_group(
     group: TrainerGroup,
 ):
     await group.setup(SPEC)
     await group.call("become", rank=0, dirty=True, deadline_s=60)
     pids = await ask(group, "pid")
-    await group.ensure(to("a"), deadline_s=60)
+    await group.ensure(lineage_to("a"), deadline_s=60)
     assert await group.held() == "a"
     assert not set(pids) & set(await ask(group, "pid"))
 
 
-async def test_setup_starts_all_ranks_again_when_some_are_blank(group: TrainerGroup):
+async def test_setup_restarts_all_ranks_if_some_are_blank(group: TrainerGroup):
     await group.setup(SPEC)
     pids = await ask(group, "pid")
     await group.setup(SPEC)
@@ -148,7 +150,7 @@ async def test_setup_starts_all_ranks_again_when_some_are_blank(group: TrainerGr
     assert not set(pids) & set(await ask(group, "pid"))
 
 
-async def test_ranks_that_were_set_up_with_the_other_kind_of_arithmetic_are_started_again(
+async def test_setup_restarts_ranks_if_the_deterministic_setting_changes(
     group: TrainerGroup,
 ):
     await group.setup(SPEC)
@@ -159,26 +161,26 @@ async def test_ranks_that_were_set_up_with_the_other_kind_of_arithmetic_are_star
     assert not set(pids) & set(await ask(group, "pid"))
 
 
-async def test_an_error_of_one_rank_is_the_error_of_the_call_while_the_others_still_wait(
+async def test_an_error_of_one_rank_is_raised_while_the_other_ranks_still_wait(
     group: TrainerGroup,
 ):
     with pytest.raises(TrainerError, match="trainer/1: no such batch"):
         await group.call("train", key="b", raises=1, deadline_s=300)
 
 
-async def test_an_error_that_nobody_raised_on_purpose_is_the_trainer_s(group: TrainerGroup):
+async def test_an_unexpected_error_is_raised_as_trainer_error(group: TrainerGroup):
     with pytest.raises(TrainerError, match=r"trainer\.divide_by_zero: ZeroDivisionError"):
         await group.call("divide_by_zero", deadline_s=60)
 
 
-async def test_a_full_gpu_comes_with_what_to_do(group: TrainerGroup):
+async def test_the_error_of_a_full_gpu_has_advice(group: TrainerGroup):
     with pytest.raises(
         TrainerError, match=r"OutOfMemoryError: CUDA out of memory(.|\n)*train\.max_tokens_per_gpu"
     ):
         await group.call("fill_the_gpu", deadline_s=60)
 
 
-async def test_ranks_in_which_something_unexpected_failed_are_started_again_and_those_that_refused_are_not(
+async def test_ranks_restart_after_an_unexpected_error_and_not_after_a_refusal(
     group: TrainerGroup,
 ):
     await group.setup(SPEC)
@@ -193,11 +195,11 @@ async def test_ranks_in_which_something_unexpected_failed_are_started_again_and_
     assert await group.held() != "a" and not await group.is_up(SPEC)
     await group.setup(SPEC)
     assert not set(pids) & set(await ask(group, "pid"))
-    await group.ensure(to("a"), deadline_s=60)
+    await group.ensure(lineage_to("a"), deadline_s=60)
     assert await group.held() == "a"
 
 
-async def test_first_weights_go_into_ranks_that_have_trained_nothing(group: TrainerGroup):
+async def test_initialise_restarts_ranks_that_have_trained(group: TrainerGroup):
     await group.setup(SPEC)
     pids = await ask(group, "pid")
     assert await group.initialise("a", None, deadline_s=60) == {"state_digest": "state of a"}
@@ -214,7 +216,7 @@ async def test_first_weights_go_into_ranks_that_have_trained_nothing(group: Trai
     )
 
 
-async def test_a_group_that_hangs_says_which_call_and_which_ranks(group: TrainerGroup):
+async def test_the_error_of_a_group_that_hangs_names_the_call_and_the_ranks(group: TrainerGroup):
     await ask(group, "rank")
     with pytest.raises(DeadlineExceeded) as caught:
         await group.call("train", key="b", dies=9, deadline_s=0.5)
@@ -222,7 +224,7 @@ async def test_a_group_that_hangs_says_which_call_and_which_ranks(group: Trainer
     assert caught.value.found == "no answer of call 0, 1"
 
 
-async def test_a_second_driver_finds_the_ranks_that_are_there(group: TrainerGroup):
+async def test_a_second_driver_finds_the_running_ranks(group: TrainerGroup):
     await group.setup(SPEC)
     await group.call("train", key="a", deadline_s=60)
     other = TrainerGroup(
@@ -235,14 +237,13 @@ async def test_a_second_driver_finds_the_ranks_that_are_there(group: TrainerGrou
         await call(other.ranks[0].status.remote(), where="trainer.status", deadline_s=60)
 
 
-def in_calls(*ranks: tuple[str | None, dict[str, int], str | None]) -> list[dict[str, Any]]:
-    """Statuses of ranks that are in these calls, have begun so many of each, and have failed in the
-    last one or not."""
+def statuses_of(*ranks: tuple[str | None, dict[str, int], str | None]) -> list[dict[str, Any]]:
+    """Return statuses with the running call, the number of calls begun, and the failed call."""
     return [{"busy": busy, "calls": calls, "failed": failed} for busy, calls, failed in ranks]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "apart"),
+    ("ranks", "diverged"),
     [
         (
             [
@@ -269,31 +270,31 @@ def in_calls(*ranks: tuple[str | None, dict[str, int], str | None]) -> list[dict
     ],
     ids=[
         "all in one call",
-        "a push is none of the critic's",
-        "a rank of the policy has not got the push",
-        "the first speaks with engines after the others have sent",
+        "a push does not concern the critic",
+        "a rank of the policy has not received the push",
+        "rank 0 talks to engines after the others have sent",
         "a rank has left the push with an error",
-        "the critic has not got the optimizer steps",
-        "the first asks a teacher after the others have scored",
-        "nobody works",
+        "the critic has not received the optimizer steps",
+        "rank 0 calls a teacher after the others have scored",
+        "no rank works",
     ],
 )
-def test_ranks_are_apart_when_one_waits_for_another_that_will_not_come(
-    ranks: list[Any], apart: bool
+def test_ranks_have_diverged_if_one_waits_for_another_that_will_not_join(
+    ranks: list[Any], diverged: bool
 ):
     group = TrainerGroup(lambda rank: rank, 2, critic_ranks=1, start_timeout_s=1.0)  # type: ignore[arg-type]
-    assert group._have_diverged(in_calls(*ranks)) is apart
+    assert group._have_diverged(statuses_of(*ranks)) is diverged
 
 
 @pytest.fixture
 def with_critic(local_ray: str) -> Iterator[TrainerGroup]:
-    """One rank of the policy, and one that is the critic's own."""
-    made = TrainerGroup(start, 1, critic_ranks=1, start_timeout_s=120.0)
-    yield made
-    made.kill()
+    """One rank of the policy, and one rank of the critic."""
+    group = TrainerGroup(start, 1, critic_ranks=1, start_timeout_s=120.0)
+    yield group
+    group.kill()
 
 
-async def test_a_critic_s_own_rank_is_one_of_the_group_but_in_a_world_of_its_own_and_not_for_engines(
+async def test_a_critic_rank_is_part_of_the_group_in_its_own_world_and_gets_no_calls_about_engines(
     with_critic: TrainerGroup,
 ):
     await with_critic.setup(SPEC)
@@ -306,12 +307,12 @@ async def test_a_critic_s_own_rank_is_one_of_the_group_but_in_a_world_of_its_own
     with pytest.raises(ActorLost):
         await with_critic.call("train", key="b", dies=1, deadline_s=300)
     assert await with_critic.held() != "a"
-    await with_critic.ensure(to("a"), deadline_s=60)
+    await with_critic.ensure(lineage_to("a"), deadline_s=60)
     assert await with_critic.held() == "a"
-    assert not set(pids) & set(await ask(with_critic, "pid")), "both were started again"
+    assert not set(pids) & set(await ask(with_critic, "pid")), "both ranks were restarted"
 
 
-async def test_a_push_whose_caller_died_is_waited_for_although_the_critic_has_no_part_in_it(
+async def test_setup_waits_for_a_push_of_a_dead_caller_also_with_a_critic(
     with_critic: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(trainer_group, "MAX_DIVERGED_S", 0.2)

@@ -1,4 +1,4 @@
-"""What is profiled of a trainer rank, and where it lands (rlpipe.actors.trainer.profiling)."""
+"""Profiles of trainer ranks and their files (rlpipe.actors.trainer.profiling)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rlpipe.errors import ConfigError
 
 
 def record(
-    place: Path, part: ProfiledPart, iteration: int, rank: int = 0, **keys: Any
+    folder: Path, part: ProfiledPart, iteration: int, rank: int = 0, **keys: Any
 ) -> list[str]:
-    """Multiply within a profiled block; the names of the files that are there then."""
+    """Multiply matrices in a profiled block; return the names of the written files."""
     observe = ObserveConfig.model_validate({"profile_step_start": 2, "profile_step_end": 4, **keys})
-    with profiled(observe, part, iteration=iteration, rank=rank, work_dir=str(place)):
+    with profiled(observe, part, iteration=iteration, rank=rank, work_dir=str(folder)):
         torch.mm(torch.ones(8, 8), torch.ones(8, 8))
-    return sorted(path.name for path in (place / "profile").glob("*"))
+    return sorted(path.name for path in (folder / "profile").glob("*"))
 
 
-def test_a_trace_has_the_operations_of_the_block_with_their_memory(tmp_path: Path):
+def test_a_trace_has_the_operations_and_memory_of_the_block(tmp_path: Path):
     assert record(tmp_path, "train_actor", 3, profile_target=["train_actor"]) == [
         "train_actor-0000003-rank0.json.gz"
     ]
@@ -37,7 +37,7 @@ def test_a_trace_has_the_operations_of_the_block_with_their_memory(tmp_path: Pat
     assert "[memory]" in names
 
 
-def test_overall_is_both_parts_of_every_named_iteration(tmp_path: Path):
+def test_overall_records_both_parts_of_every_selected_iteration(tmp_path: Path):
     for iteration in range(6):
         for part in ("train_log_probs", "train_actor"):
             found = record(tmp_path, part, iteration, profile_target=["train_overall"])
@@ -56,20 +56,20 @@ def test_overall_is_both_parts_of_every_named_iteration(tmp_path: Path):
         (3, 1, {"profile_target": ["train_actor"]}),
     ],
 )
-def test_what_is_not_named_is_not_recorded(
+def test_unselected_parts_iterations_and_ranks_are_not_recorded(
     tmp_path: Path, iteration: int, rank: int, keys: dict[str, Any]
 ):
     assert record(tmp_path, "train_actor", iteration, rank, **keys) == []
 
 
-def test_the_history_of_cuda_memory_is_refused_where_there_is_none():
-    assert not torch.cuda.is_available(), "elsewhere it is recorded"
+def test_the_history_of_cuda_memory_is_refused_without_cuda():
+    assert not torch.cuda.is_available(), "this test needs a machine without CUDA"
     check_profiling(ObserveConfig())
     with pytest.raises(ConfigError, match="no CUDA memory"):
         check_profiling(ObserveConfig(record_memory_history=True))
 
 
-def test_what_fails_leaves_no_trace_of_itself_and_its_own_error(tmp_path: Path):
+def test_a_block_that_raises_leaves_no_trace_file(tmp_path: Path):
     observe = ObserveConfig(profile_target=("train_actor",), profile_step_start=0)
     with (
         pytest.raises(ZeroDivisionError),

@@ -1,5 +1,4 @@
-"""Training a branch's stored batches again, from weight version 0, through everything a history is
-made of."""
+"""Replay of a branch from weight version 0 (rlpipe.actors.trainer.replay)."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, local_ray: str) -> Path:
-    """With the run `run`: a warm start, three iterations, a segment made on another CPU, two
-    iterations from it."""
+    """Home with the run `run`: warm start, three iterations, a segment of another CPU, two more."""
     home = tmp_path_factory.mktemp("home")
     asyncio.run(history(home, tiny_model(home / "model")))
     return home
@@ -38,25 +36,25 @@ async def history(home: Path, model: str) -> None:
         await warm.begin()
         await warm.iterate(2)
         checkpoint = await warm.checkpoint()
-        run = await warm.turn_to(config)
+        run = await warm.set_up_for(config)
         await run.begin(start_from=checkpoint)
         await run.iterate(3)
         newest = run.branches.newest("run")
         assert newest is not None
     recorded = newest.nodes[Stage.TRAIN]
     async with trained(config, files, home, runtime_env=OTHER_CPU) as elsewhere:
-        assert await elsewhere.keeper.restore(recorded, version=3, epoch=1) != recorded
+        assert await elsewhere.trainer_states.restore(recorded, version=3, epoch=1) != recorded
     async with trained(config, files, home) as run:
         await run.iterate(2)
 
 
-async def test_every_state_comes_out_as_recorded_through_warm_start_and_segment(home: Path):
-    said: list[ComparedState] = []
-    result = await replay(Files(home / "store"), "run", home=home, on_state=said.append)
+async def test_every_replayed_state_equals_the_record_through_warm_start_and_segment(home: Path):
+    reported: list[ComparedState] = []
+    result = await replay(Files(home / "store"), "run", home=home, on_state=reported.append)
     assert result.equal
     assert result.first_difference is None
-    assert result.states == said
-    assert [(state.branch, state.stage, state.version) for state in said] == [
+    assert result.states == reported
+    assert [(state.branch, state.stage, state.version) for state in reported] == [
         ("warm", "init", 0),
         ("warm", "train", 1),
         ("warm", "train", 2),
@@ -72,7 +70,7 @@ async def test_every_state_comes_out_as_recorded_through_warm_start_and_segment(
     assert json.loads(json.dumps(result.as_json()))["equal"]
 
 
-async def test_on_another_cpu_the_first_state_that_differs_is_named_and_the_replay_ends(home: Path):
+async def test_on_another_cpu_the_replay_ends_at_the_first_different_state(home: Path):
     result = await replay(
         Files(home / "store"), "run", home=home, on_state=lambda _: None, runtime_env=OTHER_CPU
     )
@@ -85,24 +83,24 @@ async def test_on_another_cpu_the_first_state_that_differs_is_named_and_the_repl
     assert tool.summary(result).startswith("run: weight version 1 (train")
 
 
-def test_the_command_line_tells_a_whole_run_from_one_that_was_changed(
+def test_the_command_line_reports_equal_states_and_a_missing_run(
     home: Path, monkeypatch, capsys, tmp_path: Path
 ):
     monkeypatch.setattr(tool, "disconnect", lambda: None)
     monkeypatch.setenv("RLPIPE_HOME", str(home))
-    written = tmp_path / "replay.json"
+    output = tmp_path / "replay.json"
     monkeypatch.setattr(
-        "sys.argv", ["replay", "--run", "warm", "--home", str(home), "--json", str(written)]
+        "sys.argv", ["replay", "--run", "warm", "--home", str(home), "--json", str(output)]
     )
     assert tool.main() == 0
     assert "warm: 3 states, all bit for bit as recorded" in capsys.readouterr().out
-    assert [state["equal"] for state in json.loads(written.read_text())["states"]] == [True] * 3
+    assert [state["equal"] for state in json.loads(output.read_text())["states"]] == [True] * 3
     monkeypatch.setattr("sys.argv", ["replay", "--run", "nothing", "--home", str(home)])
     assert tool.main() == 2
     assert "branches/nothing/config.json" in capsys.readouterr().err
 
 
-def test_the_legs_of_a_history_are_its_stretches_of_one_configuration(home: Path):
+def test_a_history_has_one_span_per_configuration(home: Path):
     files = Files(home / "store")
     warm, run = history_spans(files, "run")
     assert (warm.branch, len(warm.trains), run.branch, len(run.trains)) == ("warm", 2, "run", 5)

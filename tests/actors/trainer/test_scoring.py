@@ -1,5 +1,4 @@
-"""A teacher that is a server: what it is asked, and what of its answer is taken
-(rlpipe.actors.trainer.scoring)."""
+"""Scores of a teacher's server (rlpipe.actors.trainer.scoring)."""
 
 from __future__ import annotations
 
@@ -21,15 +20,17 @@ from tests.engines.megatron.ranks import make_batch
 
 
 class Teacher(BaseHTTPRequestHandler):
-    """Answers as SGLang's /generate does: a token's log-prob is minus its id, less what `short`
-    cuts off."""
+    """Answers as SGLang's /generate; a token's log-prob is minus its id.
 
-    asked: ClassVar[list[dict[str, Any]]] = []
+    `short`: tokens missing at the end of the first answer.
+    """
+
+    requests: ClassVar[list[dict[str, Any]]] = []
     short = 0
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Teacher.asked.append(body)
+        Teacher.requests.append(body)
         rows = [
             [[None, ids[0], None], *([-float(i), i, None] for i in ids[1:])]
             for ids in body["input_ids"]
@@ -42,12 +43,12 @@ class Teacher(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Teacher.asked = []
+    Teacher.requests = []
     Teacher.short = 0
     server = HTTPServer(("127.0.0.1", 0), Teacher)
     thread = Thread(target=server.serve_forever)
@@ -63,49 +64,49 @@ def spec(tmp_path, **teacher: Any) -> TrainerSpec:
     return TrainerSpec.of(config, model_dir="/models/m", store_root="/store", work_dir=tmp_path)
 
 
-def test_it_is_asked_for_whole_samples_in_turns_and_its_answer_is_cut_to_the_responses(
+def test_whole_samples_are_sent_in_several_requests_and_scores_are_cut_to_the_responses(
     url, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(scoring, "SEQUENCES_AT_ONCE", 10)
     batch = make_batch(24)
-    found = with_teacher_server_scores(
+    log_probs = with_teacher_server_scores(
         batch, spec(tmp_path, opd_type="sglang", url=url)
     ).teacher_log_probs
-    assert found is not None
+    assert log_probs is not None
     starts = batch.offsets[:-1] + batch.prompt_lengths
     ends = batch.offsets[1:]
     expected = np.concatenate([-batch.tokens[a:b] for a, b in zip(starts, ends, strict=True)])
-    assert np.array_equal(found, expected.astype(np.float32))
-    assert [len(body["input_ids"]) for body in Teacher.asked] == [10, 10, 4]
-    assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in Teacher.asked)
+    assert np.array_equal(log_probs, expected.astype(np.float32))
+    assert [len(body["input_ids"]) for body in Teacher.requests] == [10, 10, 4]
+    assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in Teacher.requests)
 
 
-def test_an_answer_of_another_length_is_an_error(url, tmp_path):
+def test_an_answer_with_a_wrong_number_of_scores_is_an_error(url, tmp_path):
     Teacher.short = 1
     with pytest.raises(EngineRejected, match="cannot be read"):
         with_teacher_server_scores(make_batch(4), spec(tmp_path, opd_type="sglang", url=url))
 
 
 class _Policy:
-    """A trainer's models, of which only the policy may be asked."""
+    """Models of a trainer that only allow scores of the policy."""
 
     def score(self, columns, *, max_tokens=None, model="policy"):
         assert model == "policy"
         return np.zeros(int(columns.response_lengths.sum()), np.float32)
 
 
-def test_a_teacher_that_samples_bring_is_neither_asked_nor_lost(tmp_path):
+def test_teacher_log_probs_of_the_samples_are_kept_without_a_request(tmp_path):
     batch = make_batch(2)
-    brought = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
-    columns = batch.with_columns(teacher_log_probs=brought)
+    of_samples = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
+    columns = batch.with_columns(teacher_log_probs=of_samples)
     spec_of_samples = spec(tmp_path, opd_type="samples")
     found = scoring.score_batch(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
     assert found.teacher_log_probs is not None
-    assert found.teacher_log_probs.tolist() == brought.tolist()
+    assert found.teacher_log_probs.tolist() == of_samples.tolist()
     assert with_teacher_server_scores(found, spec_of_samples) is found
 
 
-def test_a_run_whose_teacher_is_a_model_asks_no_server(tmp_path):
+def test_a_teacher_on_the_trainer_needs_no_server(tmp_path):
     batch = make_batch(2)
     assert (
         with_teacher_server_scores(

@@ -1,7 +1,6 @@
-"""A state that training again does not give: another machine, other bits
-(rlpipe.actors.trainer.states), with real trainers.
+"""Restore of a state on a machine with other results (rlpipe.actors.trainer.states).
 
-The other machine is this one, told to do without its newer vector instructions.
+The trainers are real. The other machine is this one without its newer vector instructions.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ def home(tmp_path: Path, local_ray: str) -> Path:
 
 
 async def newest_state(run: Trained) -> tuple[int, str]:
-    """Weight version and digest of the newest recorded state."""
+    """Return weight version and digest of the newest recorded state."""
     newest = run.branches.newest(run.config.run)
     assert newest is not None
     return newest.iteration + 1, newest.nodes[Stage.TRAIN]
 
 
-async def test_on_another_cpu_the_branch_goes_on_from_a_segment_and_everywhere_from_the_same(
+async def test_on_another_cpu_the_branch_continues_from_one_segment_in_every_process(
     home: Path, model: str
 ):
     files = Files(home / "store")
@@ -49,11 +48,11 @@ async def test_on_another_cpu_the_branch_goes_on_from_a_segment_and_everywhere_f
         await run.iterate(3)
         version, recorded = await newest_state(run)
     async with trained(config, files, home, runtime_env=OTHER_CPU) as run:
-        held = await run.keeper.restore(recorded, version=version, epoch=1)
+        held = await run.trainer_states.restore(recorded, version=version, epoch=1)
         assert held != recorded
         check_segment(run, held, recorded)
-        again = await run.keeper.restore(recorded, version=version, epoch=1)
-        assert again == held, "one that came later in the same epoch goes on from the first"
+        again = await run.trainer_states.restore(recorded, version=version, epoch=1)
+        assert again == held, "a later attempt in the same epoch uses the first segment"
         await run.iterate(1)
         assert [status["held"] for status in await run.trainer.call("status", deadline_s=60)] == [
             (await newest_state(run))[1]
@@ -65,21 +64,21 @@ async def test_on_another_cpu_the_branch_goes_on_from_a_segment_and_everywhere_f
             == held
         )
     async with trained(config, files, home) as run:
-        assert await run.keeper.restore(held, version=version, epoch=2) == held
+        assert await run.trainer_states.restore(held, version=version, epoch=2) == held
         answer = await run.trainer.call("status", deadline_s=60)
         assert [(status["held"], status["dirty"]) for status in answer] == [(held, False)]
 
 
 def check_segment(run: Trained, held: str, recorded: str) -> None:
-    """Its node says what happened, its checkpoint is there, and the branch points to it."""
+    """Check the segment's node, its checkpoint, and the branch's pointer."""
     node = state_node(run.nodes, held)
-    was = run.nodes.get(Stage.TRAIN, recorded)
+    recorded_node = run.nodes.get(Stage.TRAIN, recorded)
     first = run.branches.read("run", 0).nodes[Stage.TRAIN]
     outputs: dict[str, Any] = node.outputs
     assert node.stage is Stage.SEGMENT
     assert node.parents == {"weights": recorded, "base": run.branches.get("run").init}
     assert (outputs["recorded"], outputs["version"], outputs["replayed"]) == (
-        was.outputs["state_digest"],
+        recorded_node.outputs["state_digest"],
         3,
         3,
     )
@@ -87,10 +86,10 @@ def check_segment(run: Trained, held: str, recorded: str) -> None:
     assert outputs["first_difference"] == first
     assert run.nodes.find(Stage.CHECKPOINT, checkpoint_inputs(held).digest)
     assert current_state(Segments(run.files), "run", 3, recorded) == held
-    assert run.branches.read("run", 2).nodes[Stage.TRAIN] == recorded, "what was committed stays"
+    assert run.branches.read("run", 2).nodes[Stage.TRAIN] == recorded, "the commit is unchanged"
 
 
-async def test_in_deterministic_mode_another_state_is_an_error_and_nothing_is_held(
+async def test_in_deterministic_mode_another_state_is_an_error_and_no_state_is_held(
     home: Path, model: str
 ):
     files = Files(home / "store")
@@ -100,15 +99,15 @@ async def test_in_deterministic_mode_another_state_is_an_error_and_nothing_is_he
         await run.iterate(2)
         version, recorded = await newest_state(run)
         first = run.branches.read("run", 0).nodes[Stage.TRAIN]
-        forget = await run.trainer.initialise(run.branches.get("run").init, None, deadline_s=60)
-        assert forget
-        assert await run.keeper.restore(recorded, version=version, epoch=1) == recorded, (
-            "here it is the same"
+        outputs = await run.trainer.initialise(run.branches.get("run").init, None, deadline_s=60)
+        assert outputs, "the trained state is gone"
+        assert await run.trainer_states.restore(recorded, version=version, epoch=1) == recorded, (
+            "on the same machine the state is the same"
         )
     before = sorted(files.list("branches"))
     async with trained(config, files, home, runtime_env=OTHER_CPU) as run:
         with pytest.raises(Mismatch) as caught:
-            await run.keeper.restore(recorded, version=version, epoch=1)
+            await run.trainer_states.restore(recorded, version=version, epoch=1)
         assert caught.value.where == f"nodes/train/{first}.json"
         answer = await run.trainer.call("status", deadline_s=60)
         assert [(status["held"], status["dirty"]) for status in answer] == [(None, True)]

@@ -1,8 +1,7 @@
-"""Branches of a real trainer without engines: seeded batches in place of rollouts, all records of
-real iterations.
+"""Branches of a real trainer without engines, for tests.
 
-Not here: rollouts and rewards of any sense; their nodes and rows are there so that an audit finds
-everything.
+Seeded batches replace rollouts. The store has all records of real iterations, with nodes and rows
+of rollouts and rewards, so that an audit is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SAMPLES = 8
 
 
 def configuration(model_dir: str, run: str, **sections: Any) -> RunConfig:
-    """A run of one iteration's 8 samples in two optimizer steps."""
+    """Return the configuration of a run with 8 samples and two optimizer steps per iteration."""
     base: dict[str, Any] = {
         "run": run,
         "num_rollout": 100,
@@ -66,7 +65,7 @@ def configuration(model_dir: str, run: str, **sections: Any) -> RunConfig:
 
 @dataclass
 class Trained:
-    """A branch and the trainer that holds its states."""
+    """A branch, and the trainer that holds its states."""
 
     config: RunConfig
     files: Files
@@ -76,8 +75,8 @@ class Trained:
     states: list[str] = field(default_factory=list)
     """State digests of the nodes made by this object."""
 
-    async def turn_to(self, config: RunConfig) -> Trained:
-        """The same processes, set up for another run."""
+    async def set_up_for(self, config: RunConfig) -> Trained:
+        """Set up the same ranks for another run."""
         source: Any = config.model.source
         spec = TrainerSpec.of(
             config,
@@ -97,7 +96,7 @@ class Trained:
         return Branches(self.files)
 
     @property
-    def keeper(self) -> TrainerStates:
+    def trainer_states(self) -> TrainerStates:
         config = self.config
         init = self.branches.get(config.run).init
         interval = config.ref_update_interval
@@ -114,22 +113,24 @@ class Trained:
         )
 
     async def begin(self, start_from: str | None = None) -> str:
-        """First weights, and the branch; the init node's digest."""
+        """Load first weights and create the branch; return the init node's digest."""
         source: Any = self.config.model.source
         fingerprint = model_fingerprint(
             source.hf_checkpoint, self.home / "models" / "fingerprints.json"
         )
         inputs = init_inputs(self.config, fingerprint, start_from)
-        made = await self.trainer.initialise(inputs.digest, start_from, deadline_s=60)
-        self.nodes.commit(inputs.node(outputs={"version": 0, **made}))
+        outputs = await self.trainer.initialise(inputs.digest, start_from, deadline_s=60)
+        self.nodes.commit(inputs.node(outputs={"version": 0, **outputs}))
         self.branches.create(self.config.run, self.config.model_dump(mode="json"), inputs.digest)
         return inputs.digest
 
     async def iterate(
         self, number: int = 1, scored: Callable[[str, int], Awaitable[Node]] | None = None
     ) -> None:
-        """So many iterations: hold, a batch (made by `scored` of the state before and the
-        iteration, if given), train, commit."""
+        """Run iterations: restore, make a batch, train, commit.
+
+        `scored(before, iteration)` makes the batch, if given.
+        """
         for _ in range(number):
             newest = self.branches.newest(self.config.run)
             k = newest.iteration + 1 if newest else 0
@@ -137,13 +138,13 @@ class Trained:
                 newest.nodes[Stage.TRAIN] if newest else self.branches.get(self.config.run).init
             )
             before = current_state(Segments(self.files), self.config.run, k, recorded)
-            before = await self.keeper.restore(before, version=k, epoch=self.epoch)
+            before = await self.trainer_states.restore(before, version=k, epoch=self.epoch)
             batch = await scored(before, k) if scored else self.batch(before, k)
             train = await self.train(batch, before, k)
             self.commit(newest, k, {Stage.ADVANTAGE: batch.digest, Stage.TRAIN: train.digest})
 
     def batch(self, before: str, k: int) -> Node:
-        """The advantage node of an iteration: the same rows in every branch."""
+        """Write the advantage node of an iteration, with the same rows in every branch."""
         columns = make_batch(SAMPLES, seed=k)
         columns = columns.with_columns(proximal_log_probs=columns.rollout_log_probs)
         groups = tuple(f"{self.config.run}:{4 * k + i // 2:08d}" for i in range(SAMPLES))
@@ -189,18 +190,17 @@ class Trained:
         return self.branches.commit(commit)
 
     async def checkpoint(self) -> str:
-        """Of the newest committed weights, which are held; the checkpoint node's digest."""
+        """Save a checkpoint of the newest committed weights; return its node's digest."""
         newest = self.branches.newest(self.config.run)
         assert newest is not None
         train = newest.nodes[Stage.TRAIN]
         return (
-            await self.keeper.save(checkpoint_inputs(train), train, newest.iteration + 1)
+            await self.trainer_states.save(checkpoint_inputs(train), train, newest.iteration + 1)
         ).digest
 
 
 def sampled_rows(files: Files, k: int) -> tuple[str, str]:
-    """Rollout and reward nodes of seeded samples that weight version k sampled, and their rewards;
-    their digests."""
+    """Write rollout and reward nodes of samples of weight version k; return their digests."""
     columns = make_batch(SAMPLES, seed=k)
     random = np.random.default_rng(k)
     nodes = Nodes(files)
@@ -237,7 +237,7 @@ def sampled_rows(files: Files, k: int) -> tuple[str, str]:
 
 @asynccontextmanager
 async def trained(config: RunConfig, files: Files, home: Path, **options: Any):
-    """The branch of a configuration, begun or not, with a trainer of its own."""
+    """Yield the branch of a configuration, with a standalone trainer."""
     async with standalone_trainer(
         config, files, home=home, name=config.run, options=options
     ) as trainer:
@@ -245,7 +245,7 @@ async def trained(config: RunConfig, files: Files, home: Path, **options: Any):
 
 
 def tiny_model(directory: Path) -> str:
-    """A random Qwen3 of 0.1 million parameters; its directory."""
+    """Write a random Qwen3 with 0.1 million parameters; return its directory."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -265,5 +265,7 @@ OTHER_CPU = {
         "ONEDNN_MAX_CPU_ISA": "SSE41",
     },
 }
-"""Ray's runtime environment of a process that computes as a machine with older instructions
-would."""
+"""Ray's runtime environment for a process without the newer vector instructions.
+
+Its results differ in the last bits, as on an older machine.
+"""
