@@ -38,7 +38,7 @@ from rlpipe.model_dir import (
     given_directory,
     model_directory,
 )
-from rlpipe.observe.functions import LogFunctions
+from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.rewards.scorer import Scorer
 from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
 from rlpipe.rollout.hooks.rollout_function import load_rollout_function

@@ -18,10 +18,10 @@ from typing import Any
 from rlpipe.batch.files import read_samples, read_scored
 from rlpipe.errors import ObjectMissing, RlpipeError
 from rlpipe.lineage.history import HistoryReader, iteration_metrics
-from rlpipe.observe.figure import write_figure
-from rlpipe.observe.functions import LogFunctions
+from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.observe.overview import overview
-from rlpipe.observe.report import write_report
+from rlpipe.observe.pictures import write_figure
+from rlpipe.observe.run_report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
 from rlpipe.slime.args import slime_args
@@ -96,7 +96,7 @@ class Observer:
         self._sinks.write(k, logged)
         head = await asyncio.to_thread(self._head, k)
         if head is not None:
-            self._sinks.tell(k, HEAD, head)
+            self._sinks.write_text(k, HEAD, head)
         other = {stage: spent for stage, spent in work_s.items() if stage == "checkpoint"}
         self._log_timing(seconds, other, iteration_s=seconds, work_s=sum(work_s.values()))
         line = {label: metrics[name] for label, name in TERMINAL_METRICS if name in metrics}

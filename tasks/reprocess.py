@@ -25,8 +25,8 @@ from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.rollouts import find
 from rlpipe.observe.comparison import summary, write_page, write_picture
+from rlpipe.observe.pages import write_whole
 from rlpipe.observe.progress import Progress
-from rlpipe.observe.summary import write_whole
 from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.reprocess.report import compare
 from rlpipe.store.branches import Branches

@@ -19,7 +19,7 @@ slime's, a correction must be proportional to pg_loss and a reducer linear in it
 result is then a weight per token that neither micro-batches nor parallelism change. A function
 without this property is refused.
 
-The first form of a custom loss is slime's; `algorithms.logits` describes it and its memory cost.
+The first form of a custom loss is slime's (`algorithms.logits_loss`), and costs memory for logits.
 The second form needs no whole logits. A loss with a parameter `log_probs` or `entropy` has the
 second form. Its `batch` has [n] tensors of the micro-batch's tokens: advantages, log_probs,
 rollout_log_probs, ref_log_probs, teacher_log_probs, values, returns, as far as the batch has them.
@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms.importance import Correction
-from rlpipe.algorithms.logits import MODULES
+from rlpipe.algorithms.logits_loss import MODULES
 from rlpipe.algorithms.objective import TokenBatch
 from rlpipe.algorithms.values import Estimates
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig

@@ -1,6 +1,6 @@
 """Read the history of a run from its branch, for the summary and the report.
 
-`HistoryReader.read` returns the `RunHistory` that `rlpipe.observe.report` draws. Everything comes
+`HistoryReader.read` returns the `RunHistory` that `rlpipe.observe.run_report` draws. Everything comes
 from the records, also for a run that was stopped and resumed, except the wall times in
 `timing.jsonl` beside the report.
 """
@@ -16,7 +16,7 @@ from rlpipe.batch.files import read_samples
 from rlpipe.config.load import dump
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.stage_inputs import eval_inputs
-from rlpipe.observe.history import Evaluation, IterationRecord, RunHistory, SampleChange
+from rlpipe.observe.run_history import Evaluation, IterationRecord, RunHistory, SampleChange
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files

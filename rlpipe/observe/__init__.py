@@ -1,2 +1,6 @@
-"""What a person sees of a run: metrics and their sinks, terminal progress, the summary and the
-report page. No Prefect here."""
+"""Observability of a run: metrics and their sinks, terminal progress, trace, summary and pages.
+
+Nothing here imports Prefect. `sinks.Sinks` writes metrics, `progress.Progress` draws the terminal,
+`trace.traced` records stage times. `run_history.RunHistory` is the input of `summary`, `overview`,
+`run_report` and `pictures`.
+"""

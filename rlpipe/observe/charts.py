@@ -1,8 +1,10 @@
-"""Charts as inline SVG: lines over iterations, and shares of a whole. Drawn by hand, coloured by
-the page's stylesheet.
+"""Charts for HTML pages as inline SVG: lines over iterations, shares, and histograms.
 
-Series are lists of (x, y); what is not finite is left out. Not here: which chart a report has
-(`report`).
+The stylesheet of the page colours the SVG, so a chart follows the dark mode of the reader.
+matplotlib cannot do this: its SVG has fixed colours. `pictures` draws PNG files with matplotlib.
+
+A series is a list of (x, y); values that are not finite are excluded. Entry points: `line_chart`,
+`shares`, `histogram`, `number`.
 """
 
 from __future__ import annotations
@@ -11,8 +13,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-Series = Sequence[tuple[float, float]]
+import numpy as np
 
+Series = Sequence[tuple[float, float]]
+Point = tuple[float, float]
+
+BINS = 30
+"""Bins of a histogram."""
+
+# Margins of a line chart in pixels.
 _LEFT = 46
 _RIGHT = 14
 _TOP = 12
@@ -30,49 +39,97 @@ def line_chart(
     dots: bool = False,
     smooth: bool = False,
 ) -> str:
-    """An SVG of these named series over iterations; an empty string if nothing finite is in them.
+    """Return an SVG of named series over iterations; "" without a finite value.
 
-    `percent` labels y as per cent of 1; `floor` is a value that the y axis reaches down to; `dots`
-    marks and labels each point; `smooth` draws the points faint and their moving average over them.
+    `percent` labels y as a percentage of 1. `floor` is a value that the y axis includes. `dots`
+    marks and labels every point. `smooth` draws the points faint and their moving average bold.
     """
-    shown = {name: points for name, raw in series.items() if (points := _finite(raw, logarithmic))}
-    if not shown:
+    drawable = {name: _drawable(points, logarithmic) for name, points in series.items()}
+    drawn = {name: points for name, points in drawable.items() if points}
+    if not drawn:
         return ""
-    everything = [point for points in shown.values() for point in points]
-    ticks = _log_ticks(everything) if logarithmic else _ticks(everything, floor, percent)
-    place = _placer(everything, ticks, width, height, logarithmic)
-    parts = [_axes(ticks, place, everything, width, height, percent)]
-    for index, (name, points) in enumerate(shown.items()):
-        drawn = [place(*point) for point in points]
+    all_points = [point for points in drawn.values() for point in points]
+    ticks = _log_ticks(all_points) if logarithmic else _ticks(all_points, floor, percent)
+    to_pixels = _scale(all_points, ticks, width, height, logarithmic)
+    parts = [_axes(ticks, to_pixels, all_points, width, height, percent)]
+    for index, (name, points) in enumerate(drawn.items()):
+        line = [to_pixels(*point) for point in points]
         if smooth and len(points) > 8:
-            parts.append(f'<path class="line faint s{index}" d="{_path(drawn)}"/>')
-            drawn = [place(*point) for point in moving_average(points)]
-        parts.append(f'<path class="line s{index}" d="{_path(drawn)}"/>')
+            parts.append(f'<path class="line faint s{index}" d="{_path(line)}"/>')
+            line = [to_pixels(*point) for point in moving_average(points)]
+        parts.append(f'<path class="line s{index}" d="{_path(line)}"/>')
         if dots:
-            parts += [_dot(name, point, place, index, percent) for point in points]
-    label = escape(", ".join(shown))
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+            parts += [_dot(name, point, to_pixels, index, percent) for point in points]
+    label = escape(", ".join(drawn))
+    return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"')
 
 
 def shares(parts: Mapping[str, float], *, width: int = 720, height: int = 26) -> str:
-    """One bar divided like these amounts; an empty string if they add up to nothing."""
-    whole = sum(parts.values())
-    if whole <= 0:
+    """Return an SVG bar divided in proportion to the amounts; "" if their sum is 0."""
+    total = sum(parts.values())
+    if total <= 0:
         return ""
     bars = []
     x = 0.0
     for index, (name, amount) in enumerate(parts.items()):
-        length = amount / whole * width
-        title = f"<title>{escape(name)}: {amount / whole:.0%}</title>"
+        length = amount / total * width
         bars.append(
-            f'<rect class="f{index % 8}" x="{x:.1f}" y="0" width="{max(length - 2, 0.5):.1f}" height="{height}">{title}</rect>'
+            f'<rect class="f{index % 8}" x="{x:.1f}" y="0" width="{max(length - 2, 0.5):.1f}" '
+            f'height="{height}"><title>{escape(name)}: {amount / total:.0%}</title></rect>'
         )
         x += length
-    return f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" class="shares" role="img">{"".join(bars)}</svg>'
+    attributes = 'preserveAspectRatio="none" class="shares" role="img"'
+    return _svg(width, height, "".join(bars), attributes)
 
 
-def moving_average(points: Series, fraction: float = 0.1) -> list[tuple[float, float]]:
-    """Mean over a centred window of `fraction` of the points (at least 5), cut off at both ends."""
+def histogram(columns: Mapping[str, np.ndarray], *, width: int = 460, height: int = 190) -> str:
+    """Return an SVG with one histogram per column over a common axis; "" without a finite value.
+
+    Columns are float arrays of any length; NaN means no value.
+    """
+    heights, edges = histogram_shares(list(columns.values()))
+    if not len(edges):
+        return ""
+    largest = max(float(share.max()) for share in heights) or 1.0
+    bin_width = (width - 20) / BINS
+    bar_width = bin_width / len(columns)
+    axis_y = height - 24
+    parts = []
+    for column, (name, share) in enumerate(zip(columns, heights, strict=True)):
+        for index, value in enumerate(share.tolist()):
+            x = 10 + index * bin_width + column * bar_width
+            bar_height = value / largest * axis_y
+            interval = f"{number(edges[index])} … {number(edges[index + 1])}"
+            parts.append(
+                f'<rect class="f{column}" x="{x:.1f}" y="{axis_y - bar_height:.1f}" '
+                f'width="{bar_width:.1f}" height="{bar_height:.1f}">'
+                f"<title>{escape(name)}: {value:.1%} in {interval}</title></rect>"
+            )
+    for edge, anchor in ((0, "start"), (BINS // 2, "middle"), (BINS, "end")):
+        x = 10 + edge * bin_width
+        parts.append(_tick_label(x, height - 6, anchor, number(edges[edge])))
+    label = escape(", ".join(columns))
+    return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"')
+
+
+def histogram_shares(columns: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return (share of the finite values in each bin, per column; common bin edges).
+
+    Both are empty without a finite value. Shapes: columns [N] each; [BINS] each and [BINS + 1].
+    """
+    finite = [column[np.isfinite(column)] for column in columns]
+    values = np.concatenate(finite)
+    if not len(values):
+        return [], np.zeros(0)
+    edges = np.histogram_bin_edges(values, bins=BINS)
+    return [np.histogram(part, bins=edges)[0] / max(len(part), 1) for part in finite], edges
+
+
+def moving_average(points: Series, fraction: float = 0.1) -> list[Point]:
+    """Return the mean over a centred window of `fraction` of the points, at least 5.
+
+    The window is shorter at both ends.
+    """
     half = max(5, round(len(points) * fraction)) // 2
     averaged = []
     for index, (x, _) in enumerate(points):
@@ -82,7 +139,7 @@ def moving_average(points: Series, fraction: float = 0.1) -> list[tuple[float, f
 
 
 def number(value: float, percent: bool = False) -> str:
-    """A figure for an axis or a table: short, and never a dozen digits."""
+    """Return a short text of a number for an axis or a table."""
     if percent:
         return f"{value:.0%}"
     if value == 0:
@@ -93,15 +150,15 @@ def number(value: float, percent: bool = False) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def _finite(points: Series, positive: bool) -> list[tuple[float, float]]:
-    """What can be drawn: finite, positive on a logarithmic axis, and no magnitude that arithmetic
-    would lose."""
+def _drawable(points: Series, positive: bool) -> list[Point]:
+    """Return the finite points, on a logarithmic axis only the positive ones."""
+    # Magnitudes near the limits of float64 would overflow in the scale.
     rounded = ((x, y if abs(y) > 1e-200 else 0.0) for x, y in points if abs(y) < 1e200)
     return [(x, y) for x, y in rounded if y > 0 or not positive]
 
 
 def _ticks(points: Series, floor: float | None, percent: bool) -> list[float]:
-    """About five round values from below the smallest to above the largest."""
+    """Return about five round values from below the smallest to above the largest."""
     low = min(y for _, y in points)
     high = max(y for _, y in points)
     low = low if floor is None else min(low, floor)
@@ -122,68 +179,80 @@ def _log_ticks(points: Series) -> list[float]:
     return [10.0**power for power in range(low, max(high, low + 1) + 1)]
 
 
-def _placer(
+def _scale(
     points: Series, ticks: Sequence[float], width: int, height: int, logarithmic: bool
-) -> Callable[[float, float], tuple[float, float]]:
+) -> Callable[[float, float], Point]:
+    """Return the function from data coordinates to pixels."""
     left = min(x for x, _ in points)
     right = max(x for x, _ in points)
-    scale = math.log10 if logarithmic else float
-    low = scale(ticks[0])
-    high = scale(ticks[-1])
+    transform = math.log10 if logarithmic else float
+    low = transform(ticks[0])
+    high = transform(ticks[-1])
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> Point:
         across = (x - left) / (right - left) if right > left else 0.5
-        up = (scale(y) - low) / (high - low)
-        return _LEFT + across * (width - _LEFT - _RIGHT), height - _BOTTOM - up * (
-            height - _TOP - _BOTTOM
-        )
+        up = (transform(y) - low) / (high - low)
+        pixel_x = _LEFT + across * (width - _LEFT - _RIGHT)
+        pixel_y = height - _BOTTOM - up * (height - _TOP - _BOTTOM)
+        return pixel_x, pixel_y
 
-    return place
+    return to_pixels
 
 
 def _axes(
-    ticks: Sequence[float], place: Callable, points: Series, width: int, height: int, percent: bool
+    ticks: Sequence[float],
+    to_pixels: Callable[[float, float], Point],
+    points: Series,
+    width: int,
+    height: int,
+    percent: bool,
 ) -> str:
-    parts, (left, right) = [], (min(x for x, _ in points), max(x for x, _ in points))
+    left = min(x for x, _ in points)
+    right = max(x for x, _ in points)
+    parts = []
     for tick in ticks:
-        _, y = place(left, tick)
+        _, y = to_pixels(left, tick)
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(
-            f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick, percent)}</text>'
-        )
-    for x in _marks(left, right):
-        at, _ = place(x, ticks[0])
-        parts.append(
-            f'<text class="tick" x="{at:.1f}" y="{height - 7}" text-anchor="middle">{x:,.0f}</text>'
-        )
+        parts.append(_tick_label(_LEFT - 8, y + 4, "end", number(tick, percent)))
+    for x in _iteration_marks(left, right):
+        pixel_x, _ = to_pixels(x, ticks[0])
+        parts.append(_tick_label(pixel_x, height - 7, "middle", f"{x:,.0f}"))
     return "".join(parts)
 
 
-def _marks(left: float, right: float) -> list[float]:
-    """Round iterations for the x axis, from the first to at most the last."""
+def _iteration_marks(left: float, right: float) -> list[float]:
+    """Return round iterations for the x axis, from the first to at most the last."""
     if right <= left:
         return [left]
     power = 10 ** math.floor(math.log10(right - left))
-    step = next(
-        power * factor
-        for factor in (0.1, 0.2, 0.25, 0.5, 1, 2)
-        if (right - left) / (power * factor) <= 8
-    )
-    step = max(1.0, step)
+    steps = (power * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2))
+    step = max(1.0, next(step for step in steps if (right - left) / step <= 8))
     return [index * step for index in range(math.ceil(left / step), math.floor(right / step) + 1)]
 
 
-def _path(points: Sequence[tuple[float, float]]) -> str:
+def _path(points: Sequence[Point]) -> str:
     return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def _dot(name: str, point: tuple[float, float], place: Callable, index: int, percent: bool) -> str:
-    x, y = place(*point)
-    title = (
-        f"<title>{escape(name)}, iteration {point[0]:,.0f}: {point[1]:.1%}</title>"
-        if percent
-        else ""
-    )
+def _dot(
+    name: str,
+    point: Point,
+    to_pixels: Callable[[float, float], Point],
+    index: int,
+    percent: bool,
+) -> str:
+    x, y = to_pixels(*point)
+    title = ""
+    if percent:
+        title = f"<title>{escape(name)}, iteration {point[0]:,.0f}: {point[1]:.1%}</title>"
     return f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="4">{title}</circle>'
+
+
+def _tick_label(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def _svg(width: int, height: int, content: str, attributes: str) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" {attributes}>{content}</svg>'

@@ -1,38 +1,34 @@
-"""Rewards and advantages of the same samples, before and after something was changed: figures, a
-picture, a page.
+"""Compare rewards and advantages of the same samples before and after a change.
 
-N samples of all iterations, NaN where one side has no value. Not here: where the columns come from
-(`rlpipe.reprocess.report`).
+`figures`, `agreement` and `summary` compute the numbers, `write_page` and `write_picture` show
+them. `rlpipe.reprocess` reads the columns. Legend: N samples of all iterations, NaN where one side
+has no value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from rlpipe.observe.charts import line_chart, number
-from rlpipe.observe.figure import COLOURS, INK, RULE, SOFT
-from rlpipe.observe.summary import write_whole
+from rlpipe.observe.charts import histogram, line_chart, number
+from rlpipe.observe.pages import html_page, write_whole
+from rlpipe.observe.pictures import write_comparison_picture
 
-BINS = 30
 SIDES = ("before", "after")
 ABOUT = (
-    "The same stored responses, scored and estimated twice. Nothing was sampled, and what was there before is as it was. "
-    "Advantages are means over a response's tokens."
+    "The same stored responses, scored and estimated twice. Nothing was sampled, and the stored "
+    "data of the first run is unchanged. Advantages are means over a response's tokens."
 )
 
 
 @dataclass(slots=True)
 class Example:
-    """A response whose reward changed much."""
+    """A response with a large change of its reward."""
 
     group_id: str
     prompt: str
@@ -43,43 +39,46 @@ class Example:
 
 @dataclass(slots=True)
 class IterationRow:
-    """One iteration, before and after: mean rewards (None without any), accepted groups, rows with
-    an error."""
+    """One iteration, each pair (before, after).
+
+    `reward` is the mean reward, None without any; `groups` the accepted groups; `errors` the rows
+    with an error.
+    """
 
     iteration: int
     reward: tuple[float | None, float | None]
     groups: tuple[int, int]
     errors: tuple[int, int]
     without: str = ""
-    """Why it has no new advantages."""
+    """Reason for the absence of new advantages."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Two versions of a run's columns."""
+    """Two versions of the columns of a run. `of` is the original run, `run` the new one."""
 
     run: str
     of: str
     group: np.ndarray
-    """[N] int64, any numbers: samples of one prompt draw."""
+    """[N] int64, equal for the samples of one drawn prompt."""
     rewards: tuple[np.ndarray, np.ndarray]
     """[N] float64 each, NaN without a reward."""
     advantages: tuple[np.ndarray, np.ndarray]
-    """[N] float64 each: mean over the tokens of a sample, NaN where it is not in the batch."""
+    """[N] float64 each: mean over the tokens of a sample, NaN if it is not in the batch."""
     iterations: list[IterationRow]
     examples: list[Example] = field(default_factory=list)
     changed: dict[str, str] = field(default_factory=dict)
-    """Dotted key → `old → new`, of the configuration."""
+    """Dotted key of the configuration → `old → new`."""
 
 
 def figures(comparison: Comparison) -> list[dict[str, Any]]:
-    """Rows `{"what", "before", "after"}` of the table; numbers, or None where there is nothing to
-    measure."""
-    rows = [
-        _row(
-            "samples with a reward", *(int(np.isfinite(side).sum()) for side in comparison.rewards)
-        )
-    ]
+    """Return the rows of the table, `{"what", "before", "after"}`; None where no value exists."""
+    iterations = comparison.iterations
+
+    def count(column: np.ndarray) -> int:
+        return int(np.isfinite(column).sum())
+
+    rows = [_row("samples with a reward", *map(count, comparison.rewards))]
     for name, measure in (
         ("mean", np.mean),
         ("deviation", np.std),
@@ -87,66 +86,47 @@ def figures(comparison: Comparison) -> list[dict[str, Any]]:
         ("median", np.median),
         ("largest", np.max),
     ):
-        rows.append(_row(f"reward: {name}", *(_of(side, measure) for side in comparison.rewards)))
-    rows.append(
-        _row(
-            "rows with an error",
-            *(sum(row.errors[side] for row in comparison.iterations) for side in (0, 1)),
-        )
-    )
-    rows.append(
-        _row(
-            "groups in batches",
-            *(sum(row.groups[side] for row in comparison.iterations) for side in (0, 1)),
-        )
-    )
-    rows.append(
-        _row(
-            "share of groups whose rewards are equal",
-            *(_equal_share(comparison.group, side) for side in comparison.rewards),
-        )
-    )
-    rows.append(
-        _row(
-            "samples with advantages",
-            *(int(np.isfinite(side).sum()) for side in comparison.advantages),
-        )
-    )
+        before, after = (_measured(column, measure) for column in comparison.rewards)
+        rows.append(_row(f"reward: {name}", before, after))
+    errors = (sum(row.errors[side] for row in iterations) for side in (0, 1))
+    groups = (sum(row.groups[side] for row in iterations) for side in (0, 1))
+    equal = (_equal_share(comparison.group, column) for column in comparison.rewards)
+    rows.append(_row("rows with an error", *errors))
+    rows.append(_row("groups in batches", *groups))
+    rows.append(_row("share of groups whose rewards are equal", *equal))
+    rows.append(_row("samples with advantages", *map(count, comparison.advantages)))
     for name, measure in (("mean", np.mean), ("deviation", np.std)):
-        rows.append(
-            _row(f"advantage: {name}", *(_of(side, measure) for side in comparison.advantages))
-        )
+        before, after = (_measured(column, measure) for column in comparison.advantages)
+        rows.append(_row(f"advantage: {name}", before, after))
     return rows
 
 
 def agreement(comparison: Comparison) -> dict[str, float]:
-    """How alike the two are, as far as that can be said. Pairs are two samples of a group whose
-    rewards differed before.
+    """Return measures of agreement of the rewards before and after; empty without common samples.
 
-    `reward_changed`: share of samples with another reward; `correlation` of the rewards;
-    `pairs_kept`, `pairs_tied`, `pairs_turned`: shares of pairs that are still in that order, are
-    equal now, are the other way round.
+    `reward_changed`: share of samples with another reward. `correlation` of the rewards.
+    `pairs_kept`, `pairs_tied`, `pairs_turned`: shares of pairs that have the same order, are equal
+    now, or have the opposite order. A pair is two samples of a group with different rewards before.
     """
     before, after = comparison.rewards
     both = np.isfinite(before) & np.isfinite(after)
     if not both.any():
         return {}
-    found = {"reward_changed": float((before[both] != after[both]).mean())}
+    measures = {"reward_changed": float((before[both] != after[both]).mean())}
     if before[both].std() > 0 and after[both].std() > 0:
-        found["correlation"] = float(np.corrcoef(before[both], after[both])[0, 1])
-    signs = np.concatenate(
-        [_pair_signs(before[rows], after[rows]) for rows in _by_group(comparison.group, both)]
-    )
+        measures["correlation"] = float(np.corrcoef(before[both], after[both])[0, 1])
+    groups = _group_positions(comparison.group, both)
+    signs = np.concatenate([_pair_signs(before[rows], after[rows]) for rows in groups])
     if len(signs):
-        found |= {
+        measures |= {
             f"pairs_{name}": float((signs == sign).mean())
             for name, sign in (("kept", 1), ("tied", 0), ("turned", -1))
         }
-    return found
+    return measures
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
-    """JSON-able: everything but the samples themselves."""
+    """Return all numbers as a JSON-able object, without samples."""
     return {
         "run": comparison.run,
         "of": comparison.of,
@@ -161,234 +141,148 @@ def summary(comparison: Comparison) -> dict[str, Any]:
 
 
 def write_picture(comparison: Comparison, path: Path) -> Path:
-    """Draw both distributions and the rewards by iteration (PNG, 1920 x 610 pixels); the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(12, 3.8), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
-    first, second, third = figure.subplots(1, 3)
-    _histogram(first, "rewards", comparison.rewards)
-    _histogram(second, "advantages", comparison.advantages)
-    _style(third, "mean reward by iteration")
-    for side, name in enumerate(SIDES):
-        points = [
-            (row.iteration, value)
-            for row in comparison.iterations
-            if (value := row.reward[side]) is not None
-        ]
-        if points:
-            third.plot(
-                *zip(*points, strict=True),
-                color=COLOURS[side],
-                linewidth=1.8,
-                label=name,
-                marker="o",
-                markersize=2.5,
-            )
-    third.xaxis.set_major_locator(MaxNLocator(integer=True))
-    third.set_xlabel("iteration", fontsize=9, color=SOFT)
-    first.legend(frameon=False, fontsize=9, labelcolor=INK)
-    title = f"{comparison.of} → {comparison.run}"
-    figure.suptitle(title, x=0.045, y=0.965, ha="left", fontsize=13, fontweight="bold", color=INK)
-    figure.subplots_adjust(left=0.045, right=0.99, top=0.78, bottom=0.13, wspace=0.16)
-    figure.savefig(path)
-    return path
+    """Draw both distributions and the rewards by iteration (PNG); return the path."""
+    before, after = (_mean_rewards(comparison, side) for side in (0, 1))
+    return write_comparison_picture(
+        f"{comparison.of} → {comparison.run}",
+        SIDES,
+        comparison.rewards,
+        comparison.advantages,
+        (before, after),
+        path,
+    )
 
 
 def write_page(comparison: Comparison, path: Path) -> Path:
-    """Write the page (self-contained HTML, whole or not at all); the path."""
-    style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    body = "\n".join(
-        (
-            _header(comparison),
-            _tables(comparison),
-            _charts(comparison),
-            _by_iteration(comparison),
-            _examples(comparison),
-        )
-    )
-    return write_whole(
-        path,
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(comparison.run)} · rlpipe</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n<footer>Written by rlpipe from the records in the store.</footer>\n</main>\n</body>\n</html>\n",
-    )
+    """Write the page as self-contained HTML, atomically; return the path."""
+    sections = (_header, _tables, _charts, _iteration_table, _example_table)
+    body = "\n".join(section(comparison) for section in sections)
+    return write_whole(path, html_page(f"{comparison.run} · rlpipe", body))
 
 
 def _header(comparison: Comparison) -> str:
-    said = f"{len(comparison.iterations):,} iterations of {escape(comparison.of)}"
-    return f'<header><div class="eyebrow">rlpipe reprocessed · {said}</div><h1>{escape(comparison.run)}</h1><p>{ABOUT}</p></header>'
+    source = f"{len(comparison.iterations):,} iterations of {escape(comparison.of)}"
+    return (
+        f'<header><div class="eyebrow">rlpipe reprocessed · {source}</div>'
+        f"<h1>{escape(comparison.run)}</h1><p>{ABOUT}</p></header>"
+    )
 
 
 def _tables(comparison: Comparison) -> str:
     rows = "".join(
-        _cells(row["what"], _said(row["before"]), _said(row["after"]))
+        f"<tr><td>{escape(row['what'])}</td>{_number_cell(row['before'])}"
+        f"{_number_cell(row['after'])}</tr>"
         for row in figures(comparison)
     )
-    alike = "".join(
+    measures = "".join(
         f"<div><b>{value:.3f}</b><span>{escape(name.replace('_', ' '))}</span></div>"
         for name, value in agreement(comparison).items()
     )
-    changed = "".join(
-        f"<tr><td>{escape(key)}</td><td>{escape(said)}</td></tr>"
-        for key, said in comparison.changed.items()
+    changes = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(change)}</td></tr>"
+        for key, change in comparison.changed.items()
     )
-    what = (
-        f'<h2>What was changed</h2><div class="card scroll"><table>{changed}</table></div>'
-        if changed
-        else ""
-    )
-    alike = f'<section class="figures">{alike}</section>' if alike else ""
     head = '<tr><th></th><th class="n">before</th><th class="n">after</th></tr>'
-    return f'{alike}{what}<h2>Figures</h2><div class="card"><table>{head}{rows}</table></div>'
+    parts = [
+        f'<section class="figures">{measures}</section>' if measures else "",
+        f"<h2>What was changed</h2>{_scrolling_table(changes)}" if changes else "",
+        f'<h2>Figures</h2><div class="card"><table>{head}{rows}</table></div>',
+    ]
+    return "".join(parts)
 
 
 def _charts(comparison: Comparison) -> str:
     keys = " ".join(f'<span class="key b{index}"></span>{name}' for index, name in enumerate(SIDES))
     cards = [
-        f'<figure class="card"><h3>{title}</h3>{chart}<figcaption>share of samples {keys}</figcaption></figure>'
-        for title, sides in (("Rewards", comparison.rewards), ("Advantages", comparison.advantages))
-        if (chart := _bars(sides))
+        f'<figure class="card"><h3>{title}</h3>{chart}'
+        f"<figcaption>share of samples {keys}</figcaption></figure>"
+        for title, columns in (
+            ("Rewards", comparison.rewards),
+            ("Advantages", comparison.advantages),
+        )
+        if (chart := histogram(dict(zip(SIDES, columns, strict=True))))
     ]
-    series = {
-        name: [
-            (row.iteration, value)
-            for row in comparison.iterations
-            if (value := row.reward[side]) is not None
-        ]
-        for side, name in enumerate(SIDES)
-    }
-    chart = line_chart(series, width=970, height=220)
-    inside = f"<h3>Mean reward by iteration</h3>{chart}<figcaption>{keys}</figcaption>"
-    curve = f'<figure class="card" style="margin-top: 14px">{inside}</figure>' if chart else ""
+    series = {name: _mean_rewards(comparison, side) for side, name in enumerate(SIDES)}
+    curve = ""
+    if chart := line_chart(series, width=970, height=220):
+        curve = (
+            '<figure class="card" style="margin-top: 14px"><h3>Mean reward by iteration</h3>'
+            f"{chart}<figcaption>{keys}</figcaption></figure>"
+        )
     return f'<h2>Distributions</h2><div class="grid2">{"".join(cards)}</div>{curve}'
 
 
-def _by_iteration(comparison: Comparison) -> str:
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="n">{_said(value)}</td>'
-            for value in (row.iteration, *row.reward, *row.groups, row.errors[1])
-        )
-        + f"<td>{escape(row.without)}</td></tr>"
-        for row in comparison.iterations
-    )
+def _iteration_table(comparison: Comparison) -> str:
+    rows = []
+    for row in comparison.iterations:
+        values = (row.iteration, *row.reward, *row.groups, row.errors[1])
+        cells = "".join(map(_number_cell, values))
+        rows.append(f"<tr>{cells}<td>{escape(row.without)}</td></tr>")
     names = ("iteration", "reward before", "after", "groups before", "after", "errors")
-    head = (
-        "".join(f'<th class="n">{name}</th>' for name in names) + "<th>no advantages because</th>"
-    )
-    return (
-        f'<h2>By iteration</h2><div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-    )
+    heads = "".join(f'<th class="n">{name}</th>' for name in names)
+    head = f"<tr>{heads}<th>reason for no advantages</th></tr>"
+    return f"<h2>By iteration</h2>{_scrolling_table(head + ''.join(rows))}"
 
 
-def _examples(comparison: Comparison) -> str:
+def _example_table(comparison: Comparison) -> str:
     if not comparison.examples:
         return ""
     rows = "".join(
-        f'<tr><td class="n">{_said(one.before)}</td><td class="n">{_said(one.after)}</td>'
-        f'<td><div class="text">{escape(one.prompt)}</div></td><td><div class="text">{escape(one.response)}</div></td></tr>'
-        for one in comparison.examples
+        f"<tr>{_number_cell(example.before)}{_number_cell(example.after)}"
+        f'<td><div class="text">{escape(example.prompt)}</div></td>'
+        f'<td><div class="text">{escape(example.response)}</div></td></tr>'
+        for example in comparison.examples
     )
     head = (
         '<tr><th class="n">before</th><th class="n">after</th><th>prompt</th><th>response</th></tr>'
     )
-    return f'<h2>Rewards that changed most</h2><div class="card scroll"><table>{head}{rows}</table></div>'
+    return f"<h2>Largest changes of reward</h2>{_scrolling_table(head + rows)}"
 
 
-def _bars(sides: tuple[np.ndarray, np.ndarray], width: int = 460, height: int = 190) -> str:
-    """Two histograms over one axis as SVG; an empty string if there is nothing."""
-    shares, edges = _shares(sides)
-    if not len(edges):
-        return ""
-    top = max(float(share.max()) for share in shares) or 1.0
-    step = (width - 20) / BINS
-    room = height - 24
-    parts = []
-    for side, share in enumerate(shares):
-        for index, value in enumerate(share.tolist()):
-            x = 10 + index * step + side * step / 2
-            tall = value / top * room
-            title = f"<title>{SIDES[side]}: {value:.1%} in {number(edges[index])} … {number(edges[index + 1])}</title>"
-            place = f'x="{x:.1f}" y="{room - tall:.1f}" width="{step / 2:.1f}" height="{tall:.1f}"'
-            parts.append(f'<rect class="f{side}" {place}>{title}</rect>')
-    for at, anchor in ((0, "start"), (BINS // 2, "middle"), (BINS, "end")):
-        x = 10 + at * step
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{height - 6}" text-anchor="{anchor}">{number(edges[at])}</text>'
-        )
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{", ".join(SIDES)}">{"".join(parts)}</svg>'
+def _scrolling_table(rows: str) -> str:
+    return f'<div class="card scroll"><table>{rows}</table></div>'
 
 
-def _shares(sides: tuple[np.ndarray, np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Share of the values in each of BINS bins, of both sides, and the edges they have in common
-    (none without values)."""
-    finite = [side[np.isfinite(side)] for side in sides]
-    everything = np.concatenate(finite)
-    if not len(everything):
-        return [], np.zeros(0)
-    edges = np.histogram_bin_edges(everything, bins=BINS)
-    return [np.histogram(side, bins=edges)[0] / max(len(side), 1) for side in finite], edges
+def _number_cell(value: float | int | None) -> str:
+    if value is None:
+        return '<td class="n">–</td>'
+    text = f"{value:,}" if isinstance(value, int) else number(value)
+    return f'<td class="n">{text}</td>'
 
 
-def _histogram(axes: Axes, title: str, sides: tuple[np.ndarray, np.ndarray]) -> None:
-    _style(axes, f"{title}, share of samples")
-    shares, edges = _shares(sides)
-    for side, share in enumerate(shares):
-        axes.stairs(
-            share,
-            edges,
-            color=COLOURS[side],
-            linewidth=1.8,
-            fill=side == 1,
-            alpha=0.55 if side else 1,
-            label=SIDES[side],
-        )
-
-
-def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=SOFT, pad=10)
-    axes.tick_params(colors=SOFT, labelsize=9, length=0)
-    axes.grid(axis="y", color=RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(RULE)
+def _mean_rewards(comparison: Comparison, side: int) -> list[tuple[float, float]]:
+    return [
+        (row.iteration, value)
+        for row in comparison.iterations
+        if (value := row.reward[side]) is not None
+    ]
 
 
 def _row(what: str, before: float | int | None, after: float | int | None) -> dict[str, Any]:
     return {"what": what, "before": before, "after": after}
 
 
-def _of(side: np.ndarray, measure: Any) -> float | None:
-    finite = side[np.isfinite(side)]
+def _measured(column: np.ndarray, measure: Callable[[np.ndarray], Any]) -> float | None:
+    finite = column[np.isfinite(column)]
     return float(measure(finite)) if len(finite) else None
 
 
-def _equal_share(group: np.ndarray, side: np.ndarray) -> float | None:
-    sets = [side[rows] for rows in _by_group(group, np.isfinite(side))]
-    return float(np.mean([np.ptp(values) == 0 for values in sets])) if sets else None
+def _equal_share(group: np.ndarray, column: np.ndarray) -> float | None:
+    """Return the share of groups whose finite values are all equal."""
+    groups = [column[rows] for rows in _group_positions(group, np.isfinite(column))]
+    return float(np.mean([np.ptp(values) == 0 for values in groups])) if groups else None
 
 
-def _by_group(group: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
-    """Positions of the wanted samples, one array for each group that has any."""
-    at = np.flatnonzero(wanted)
-    order = at[np.argsort(group[at], kind="stable")]
+def _group_positions(group: np.ndarray, selected: np.ndarray) -> list[np.ndarray]:
+    """Return the positions of the selected samples, one array per group."""
+    positions = np.flatnonzero(selected)
+    order = positions[np.argsort(group[positions], kind="stable")]
     return np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else []
 
 
 def _pair_signs(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """1, 0, -1 of each pair with different values before: kept, tied, turned."""
+    """Return 1 (kept), 0 (tied) or -1 (turned) for each pair with different values before."""
     first, second = np.triu_indices(len(before), 1)
-    was = np.sign(before[first] - before[second])
-    now = np.sign(after[first] - after[second])
-    return (was * now)[was != 0]
-
-
-def _cells(what: str, before: str, after: str) -> str:
-    return f'<tr><td>{escape(what)}</td><td class="n">{before}</td><td class="n">{after}</td></tr>'
-
-
-def _said(value: float | int | None) -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else number(value)
+    sign_before = np.sign(before[first] - before[second])
+    sign_after = np.sign(after[first] - after[second])
+    return (sign_before * sign_after)[sign_before != 0]

@@ -1,19 +1,19 @@
-"""A run on one page of Markdown, for Prefect's UI: is it learning, is it healthy, where did the
-time go.
+"""Summarise a run on one page of Markdown for Prefect's UI: learning, health, time.
 
-Not here: the page with curves (`report`), or the figures' origin (`run_history`).
+Entry point: `overview`. `run_report` is the HTML page with curves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
-from rlpipe.observe.history import REWARD, RunHistory
+from rlpipe.observe.run_history import REWARD, RunHistory
 from rlpipe.observe.summary import stage_table
 
 RECENT = 10
-"""Iterations that "now" is the mean of."""
+"""Number of iterations in the means "first" and "now"."""
 LEARNING = {
     "reward": REWARD,
     "response length": "rollout/response_len/mean",
@@ -28,13 +28,13 @@ HEALTH = {
     "reward errors": "rollout/reward_error_ratio",
     "oldest token, in weight versions": "rollout/staleness/max",
 }
-"""Label → metric; one that a run does not have is left out."""
-BAR = 20
+"""Label → metric; metrics that a run does not have are omitted."""
+BAR_LENGTH = 20
+"""Characters of a bar of 100 %."""
 
 
 def overview(history: RunHistory) -> str:
-    """The page. Figures are means over the first and the last ten iterations, and the extremes of
-    all."""
+    """Return the page, with means of the first and last ten iterations and extremes of all."""
     parts = [f"# {history.run}: {history.status}"]
     parts += ["## Is it learning?", *_accuracies(history), *_figures(history, LEARNING)]
     parts += ["## Is it healthy?", *_figures(history, HEALTH)]
@@ -46,26 +46,19 @@ def _accuracies(history: RunHistory) -> list[str]:
     rows = []
     for dataset in history.datasets:
         curve = history.accuracy(dataset)
-        best = max(curve, key=lambda one: one.accuracy)
-        now = f"{curve[-1].accuracy:.3f} after {curve[-1].iteration}"
+        best = max(curve, key=lambda evaluation: evaluation.accuracy)
         rows.append(
             (
                 dataset,
                 f"{curve[0].accuracy:.3f}",
-                now,
+                f"{curve[-1].accuracy:.3f} after {curve[-1].iteration}",
                 f"{best.accuracy:.3f} after {best.iteration}",
-                _trend(curve),
+                sparkline([evaluation.accuracy for evaluation in curve]),
             )
         )
-    return (
-        [_table(("held-out set", "first", "now", "best", ""), rows)]
-        if rows
-        else ["No held-out set was measured yet."]
-    )
-
-
-def _trend(curve: Sequence) -> str:
-    return sparkline([one.accuracy for one in curve])
+    if not rows:
+        return ["No held-out set was measured yet."]
+    return [_table(("held-out set", "first", "now", "best", ""), rows)]
 
 
 def _figures(history: RunHistory, metrics: dict[str, str]) -> list[str]:
@@ -73,53 +66,44 @@ def _figures(history: RunHistory, metrics: dict[str, str]) -> list[str]:
     for label, metric in metrics.items():
         values = [value for _, value in history.series(metric) if math.isfinite(value)]
         if values:
-            means = (sum(some) / len(some) for some in (values[:RECENT], values[-RECENT:]))
+            ends = (values[:RECENT], values[-RECENT:])
+            means = (sum(part) / len(part) for part in ends)
             extremes = f"{min(values):.4g} to {max(values):.4g}"
             rows.append((label, *(f"{mean:.4g}" for mean in means), extremes, sparkline(values)))
-    return (
-        [_table(("", "first", "now", "range", ""), rows)]
-        if rows
-        else ["No iteration is committed yet."]
-    )
+    if not rows:
+        return ["No iteration is committed yet."]
+    return [_table(("", "first", "now", "range", ""), rows)]
 
 
 def _times(history: RunHistory) -> list[str]:
     rows = []
-    for stage, spent in sorted(
-        stage_table(history).items(), key=lambda item: -(item[1]["total"] or 0)
-    ):
-        total = spent["total"] or 0.0
-        share = spent["share"] or 0.0
-        median = spent["median"]
-        bar = "█" * round(BAR * share)
-        rows.append(
-            (
-                stage,
-                f"{total:.1f}",
-                "" if median is None else f"{median:.2f}",
-                f"{100 * share:.0f} % {bar}",
-            )
-        )
-    found = [_table(("stage", "seconds", "median of an iteration", "share"), rows)]
+    stages = sorted(stage_table(history).items(), key=lambda item: -(item[1]["total"] or 0))
+    for stage, times in stages:
+        total = times["total"] or 0.0
+        share = times["share"] or 0.0
+        median = "" if times["median"] is None else f"{times['median']:.2f}"
+        bar = "█" * round(BAR_LENGTH * share)
+        rows.append((stage, f"{total:.1f}", median, f"{100 * share:.0f} % {bar}"))
+    parts = [_table(("stage", "seconds", "median of an iteration", "share"), rows)]
     overhead = history.totals.get("orchestration_s_per_iteration")
-    return found + (
-        [f"Between stages: {overhead:.2f} s an iteration."] if overhead is not None else []
-    )
+    if overhead is not None:
+        parts.append(f"Between stages: {overhead:.2f} s an iteration.")
+    return parts
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """The values, in order, as so many small bars at the most; each the mean of its part."""
+    """Return the values as at most `width` small bars; each bar is the mean of its part."""
     if not values:
         return ""
     count = min(width, len(values))
-    parts = [
-        values[n * len(values) // count : (n + 1) * len(values) // count] for n in range(count)
-    ]
+    bounds = [n * len(values) // count for n in range(count + 1)]
+    parts = [values[start:stop] for start, stop in pairwise(bounds)]
     means = [sum(part) / len(part) for part in parts]
     low = min(means)
-    spread = max(means) - min(means)
-    level: Callable[[float], int] = lambda mean: round(7 * (mean - low) / spread) if spread else 3  # noqa: E731
-    return "".join("▁▂▃▄▅▆▇█"[level(mean)] for mean in means)
+    spread = max(means) - low
+    # A constant series is drawn at middle height.
+    levels = [round(7 * (mean - low) / spread) if spread else 3 for mean in means]
+    return "".join("▁▂▃▄▅▆▇█"[level] for level in levels)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

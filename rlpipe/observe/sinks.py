@@ -1,7 +1,6 @@
-"""Where figures go: TensorBoard, Weights & Biases, Prometheus; those that `observe` asks for,
-behind one `Sinks`.
+"""Write metrics to TensorBoard, Weights & Biases and Prometheus, as `observe` configures.
 
-Not here: which figures there are (`run_history`), or TensorBoard's files (`tensorboard`).
+`Sinks` opens and closes the configured sinks of a run and forwards every write to each of them.
 """
 
 from __future__ import annotations
@@ -16,30 +15,31 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from tensorboard.plugins.text.summary_v2 import text_pb
+from torch.utils.tensorboard import SummaryWriter
 
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
-from rlpipe.observe.tensorboard import TensorBoardSink
 
 
 class Sink(Protocol):
-    """Something that takes the scalars of one step (an iteration)."""
+    """Destination of metrics; a step is an iteration."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take them. They need not be all there are."""
+        """Write the scalars of one step. Several calls for a step add up."""
         ...
 
-    def tell(self, step: int, name: str, text: str) -> None:
-        """Take a line of text."""
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write a line of text for one step."""
         ...
 
     def close(self) -> None:
-        """Let go of files and ports."""
+        """Release files and ports."""
         ...
 
 
 class Sinks:
-    """All of a run's. Made by the process that drives it, closed when it ends."""
+    """All sinks of a run. The driver makes it and closes it at the end of the run."""
 
     def __init__(
         self,
@@ -49,38 +49,42 @@ class Sinks:
         first_step: int,
         settings: Mapping[str, Any],
     ) -> None:
-        """`directory`: `{home}/{run}`. `first_step`: steps from here on, left by an earlier
-        process, are replaced or hidden. `settings`: the run's configuration, for who shows it.
+        """Open the configured sinks.
 
-        Raises: ConfigError if W&B is asked for and not installed; ResourceError if the port is
-        taken.
+        `directory`: `{home}/{run}`. `first_step`: later steps of an earlier process are hidden.
+        `settings`: configuration of the run, for sinks that show it.
+
+        Raises: ConfigError if W&B is configured and not installed; ResourceError if the Prometheus
+        port is in use.
         """
         self._sinks: list[Sink] = []
-        with ExitStack() as made:
+        # If a sink cannot be opened, the stack closes the sinks before it.
+        with ExitStack() as opened:
             if config.tensorboard:
-                self._add(made, TensorBoardSink(directory / "tensorboard", first_step))
+                self._add(opened, TensorBoardSink(directory / "tensorboard", first_step))
             if config.prometheus_port is not None:
-                self._add(made, PrometheusSink(run, config.prometheus_host, config.prometheus_port))
+                host, port = config.prometheus_host, config.prometheus_port
+                self._add(opened, PrometheusSink(run, host, port))
             if config.use_wandb:
-                self._add(made, WandbSink(config, run, directory, settings))
-            made.pop_all()
+                self._add(opened, WandbSink(config, run, directory, settings))
+            opened.pop_all()
 
-    def _add(self, made: ExitStack, sink: Sink) -> None:
-        made.callback(sink.close)
+    def _add(self, opened: ExitStack, sink: Sink) -> None:
+        opened.callback(sink.close)
         self._sinks.append(sink)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of one iteration, to all of them."""
+        """Write the scalars of one iteration to every sink."""
         for sink in self._sinks:
             sink.write(step, values)
 
-    def tell(self, step: int, name: str, text: str) -> None:
-        """A line of text of one iteration, to all of them."""
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write a line of text of one iteration to every sink."""
         for sink in self._sinks:
-            sink.tell(step, name, text)
+            sink.write_text(step, name, text)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close every sink, even if closing one of them fails."""
         with ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close)
@@ -97,54 +101,110 @@ class Sinks:
         self.close()
 
 
+class TensorBoardSink:
+    """TensorBoard event files. Every write reaches the disk at once."""
+
+    def __init__(self, directory: str | Path, first_step: int = 0) -> None:
+        """Set the folder of the event file, which the first write creates.
+
+        `first_step`: TensorBoard hides earlier values of this and later steps, which an earlier
+        process of the run wrote.
+        """
+        self.directory = Path(directory)
+        self._first_step = first_step
+        self._opened: SummaryWriter | None = None
+
+    @property
+    def _writer(self) -> SummaryWriter:
+        # SummaryWriter creates its file at once, so it is made for the first value.
+        if self._opened is None:
+            self._opened = SummaryWriter(str(self.directory), purge_step=self._first_step or None)
+        return self._opened
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the scalars of one step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, float(value), step)
+        if values:
+            self._writer.flush()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write a line of text for one step."""
+        # SummaryWriter.add_text would change the tag to `<name>/text_summary`.
+        file_writer = self._writer._get_file_writer()
+        assert file_writer is not None
+        file_writer.add_summary(text_pb(name, text), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file, if one was created."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def __enter__(self) -> TensorBoardSink:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
 class PrometheusSink:
-    """The newest figures at `http://host:port/metrics`: `rlpipe_train_loss{run="…"}` for
-    `train/loss`, and `rlpipe_iteration`."""
+    """The newest values at `http://host:port/metrics`.
+
+    The gauge of `train/loss` is `rlpipe_train_loss{run="…"}`; `rlpipe_iteration` is the step.
+    """
 
     def __init__(self, run: str, host: str, port: int) -> None:
-        """Raises: ResourceError if the port cannot be had."""
-        self._run, self._registry = run, CollectorRegistry()
+        """Start the HTTP server. Raises: ResourceError if the port cannot be used."""
+        self._run = run
+        self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         try:
             self._server, self._thread = start_http_server(port, host, self._registry)
         except OSError as error:
             raise ResourceError(
-                "its port cannot be used",
+                "the Prometheus port cannot be used",
                 where="observe.prometheus_port",
                 found=f"{host}:{port}: {error.strerror}",
-                do="choose another, or null for none",
+                do="choose another port, or null to disable Prometheus",
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Replace these figures."""
+        """Replace the values of these gauges."""
         for name, value in {**values, "iteration": step}.items():
             self._gauge(name).labels(self._run).set(value)
 
-    def tell(self, step: int, name: str, text: str) -> None:
-        """Leave it out: Prometheus keeps numbers, and a label for each text would be a series for
-        each."""
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Do nothing: Prometheus stores numbers, and each text would be a new series."""
 
     def close(self) -> None:
-        """Give the port back."""
+        """Stop the server and release the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def _gauge(self, name: str) -> Gauge:
-        known = "rlpipe_" + re.sub(r"[^a-zA-Z0-9]+", "_", name)
-        if known not in self._gauges:
-            self._gauges[known] = Gauge(known, name, ["run"], registry=self._registry)
-        return self._gauges[known]
+        gauge_name = "rlpipe_" + re.sub(r"[^a-zA-Z0-9]+", "_", name)
+        if gauge_name not in self._gauges:
+            self._gauges[gauge_name] = Gauge(gauge_name, name, ["run"], registry=self._registry)
+        return self._gauges[gauge_name]
 
 
 class WandbSink:
-    """A run at Weights & Biases, known by the run's name: resumed, it goes on there. The key is
-    `WANDB_API_KEY`'s."""
+    """A run at Weights & Biases with the id of the run's name; a resumed run continues it.
+
+    The API key is in `WANDB_API_KEY`.
+    """
 
     def __init__(
         self, config: ObserveConfig, run: str, directory: Path, settings: Mapping[str, Any]
     ) -> None:
-        """Raises: ConfigError if the package is not installed, or it does not let us in."""
+        """Open the run. Raises: ConfigError if wandb is not installed or refuses the run."""
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -156,6 +216,7 @@ class WandbSink:
             ) from error
         folder = Path(config.wandb_dir) if config.wandb_dir else directory
         folder.mkdir(parents=True, exist_ok=True)
+        server = {"base_url": config.wandb_host} if config.wandb_host else {}
         try:
             self._run = wandb.init(
                 project=config.wandb_project or "rlpipe",
@@ -167,31 +228,28 @@ class WandbSink:
                 mode=config.wandb_mode,
                 dir=str(folder),
                 config=dict(settings),
-                settings=wandb.Settings(
-                    console="off",
-                    silent=True,
-                    **({"base_url": config.wandb_host} if config.wandb_host else {}),
-                ),
+                settings=wandb.Settings(console="off", silent=True, **server),
             )
         except wandb.Error as error:
-            known = "set" if os.environ.get("WANDB_API_KEY") else "not set"
+            key_state = "set" if os.environ.get("WANDB_API_KEY") else "not set"
             raise ConfigError(
-                "Weights & Biases does not take this run",
+                "Weights & Biases refused the run",
                 where="observe.use_wandb",
-                found=f"{error} (WANDB_API_KEY is {known})",
+                found=f"{error} (WANDB_API_KEY is {key_state})",
                 do="set WANDB_API_KEY, or observe.wandb_mode=offline",
             ) from error
+        # wandb's step cannot decrease, so a resumed run uses a metric as its x axis.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each curve, over iterations."""
+        """Add a point to each curve over iterations."""
         self._run.log({**values, "iteration": step})
 
-    def tell(self, step: int, name: str, text: str) -> None:
-        """Replace a key of the run's configuration, which shows the newest text."""
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Replace a key of the run's configuration at W&B, which shows the newest text."""
         self._run.config.update({name: text, f"{name}_iteration": step}, allow_val_change=True)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining data and end the run."""
         self._run.finish()

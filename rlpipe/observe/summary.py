@@ -1,20 +1,22 @@
-"""`summary.json`: the run in figures, for scripts. The page for people is `report`."""
+"""`summary.json`: the results of a run for scripts. `run_report` is the page for people.
+
+Entry points: `summarise`, `write_summary`, `stage_table`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
-from rlpipe.observe.history import REWARD, RunHistory
+from rlpipe.observe.pages import write_whole
+from rlpipe.observe.run_history import REWARD, RunHistory
 
 
 def summarise(history: RunHistory) -> dict[str, Any]:
-    """JSON-able figures; totals stand beside the others under their own names. NaN and infinity
-    become null.
+    """Return the results as a JSON-able object. NaN and infinity become null.
 
     Keys: run, status, iterations, accuracy {dataset: before, after, best, n, curve}, reward {first,
     last, best}, seconds_per_iteration (median), seconds_per_stage {stage: total, median, share},
@@ -25,47 +27,40 @@ def summarise(history: RunHistory) -> dict[str, Any]:
         "status": history.status,
         "iterations": len(history.iterations),
         "accuracy": {dataset: _accuracy(history, dataset) for dataset in history.datasets},
-        "reward": _ends(history.series(REWARD)),
+        "reward": _first_last_best(history.series(REWARD)),
         "seconds_per_iteration": history.iteration_seconds,
         "seconds_per_stage": stage_table(history),
-        "train_rollout_logprob_abs_diff": _spread(history.logprob_difference()),
+        "train_rollout_logprob_abs_diff": _mean_and_max(history.logprob_difference()),
         "packages": history.packages,
     }
     return _finite({**figures, **history.totals})
 
 
 def stage_table(history: RunHistory) -> dict[str, dict[str, float | None]]:
-    """Stage → total seconds, median of an iteration (None outside iterations), share of all that
-    was timed (0 to 1)."""
+    """Return stage → total seconds, median of an iteration, share of all timed seconds (0 to 1).
+
+    The median is None for activities outside iterations.
+    """
     timed = {stage: history.stage_seconds(stage) for stage in history.stages}
     totals = {stage: sum(seconds) for stage, seconds in timed.items()}
     for stage, seconds in history.other_seconds.items():
         totals[stage] = totals.get(stage, 0.0) + seconds
-    everything = sum(totals.values()) or 1.0
+    all_seconds = sum(totals.values()) or 1.0
     return {
         stage: {
             "total": total,
             "median": statistics.median(timed[stage]) if stage in timed else None,
-            "share": total / everything,
+            "share": total / all_seconds,
         }
         for stage, total in totals.items()
     }
 
 
 def write_summary(history: RunHistory, path: str | Path) -> Path:
-    """Write summary.json whole or not at all (a temporary file, then a rename), and return its
-    path."""
+    """Write summary.json atomically and return its path."""
     path = Path(path)
     text = json.dumps(summarise(history), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return write_whole(path, text)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """A text file that readers see complete: written beside, then renamed over."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    return temporary.replace(path)
 
 
 def _accuracy(history: RunHistory, dataset: str) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def _accuracy(history: RunHistory, dataset: str) -> dict[str, Any]:
     }
 
 
-def _ends(series: list[tuple[int, float]]) -> dict[str, float | None]:
+def _first_last_best(series: list[tuple[int, float]]) -> dict[str, float | None]:
     numbers = [value for _, value in series]
     return {
         "first": numbers[0] if numbers else None,
@@ -88,7 +83,7 @@ def _ends(series: list[tuple[int, float]]) -> dict[str, float | None]:
     }
 
 
-def _spread(series: list[tuple[int, float]]) -> dict[str, float | None]:
+def _mean_and_max(series: list[tuple[int, float]]) -> dict[str, float | None]:
     numbers = [value for _, value in series]
     return {
         "mean": statistics.fmean(numbers) if numbers else None,

@@ -1,12 +1,8 @@
-"""The trace of a run: when each stage's own work began and how it ended, a JSON line each in
-`{home}/{run}/trace.jsonl`.
+"""The trace of a run: start and end of each stage, as JSON lines in `{home}/{run}/trace.jsonl`.
 
-A line is one small write to a file that is open for appending, so several processes may write at
-once, also to one that somebody reads. A process that is killed leaves a `begin` without an end.
-Work that is not done (a stage that is reused) is not in it. What cannot be written (the disk is
-full) is left out: the stage itself says what is wrong, by its own error.
-
-Not here: what happened (the store), or seconds by stage (`progress`, the nodes).
+A line is one small write to a file opened for appending. Several processes can therefore write at
+the same time, while others read. A killed process leaves a `begin` without an end. A reused stage
+does no work and has no lines. Entry points: `traced`, `read_trace`, `works`.
 """
 
 from __future__ import annotations
@@ -25,8 +21,10 @@ FILE = "trace.jsonl"
 
 
 class Event(NamedTuple):
-    """Something that began or ended. `time` is in seconds since the epoch; `failed` is an end by an
-    error."""
+    """Start or end of a stage's work.
+
+    `time` is in seconds since the epoch; `failed` is the end by an error.
+    """
 
     time: float
     iteration: int | None
@@ -37,7 +35,7 @@ class Event(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A stage's own work, in seconds since the epoch. `error`: how it failed, if it did."""
+    """Finished work of a stage, in seconds since the epoch. `error` is the type of its error."""
 
     stage: str
     iteration: int | None
@@ -48,13 +46,12 @@ class Work(NamedTuple):
 
 @contextmanager
 def traced(folder: Path, stage: str, iteration: int | None) -> Iterator[None]:
-    """Write when this block begins, and when and how it ends, to the trace in `folder`."""
+    """Write start and end of the context to the trace in `folder`."""
 
     def write(event: Literal["begin", "end", "failed"], error: str | None = None) -> None:
-        line = (
-            json.dumps(Event(time.time(), iteration, stage, event, os.getpid(), error)._asdict())
-            + "\n"
-        )
+        fields = Event(time.time(), iteration, stage, event, os.getpid(), error)._asdict()
+        line = json.dumps(fields) + "\n"
+        # A full disk must not fail the stage here; the stage reports it by its own error.
         with suppress(OSError):
             descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -72,47 +69,51 @@ def traced(folder: Path, stage: str, iteration: int | None) -> Iterator[None]:
 
 
 def read_trace(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """The events from byte `offset` on, and where the next ones will begin. A file that is not
-    there yet has none.
+    """Return the events from byte `offset` on, and the offset of the next ones.
 
-    Raises: ObjectCorrupt naming a line that is none.
+    A missing file has no events. Raises: ObjectCorrupt naming a malformed line.
     """
     if not path.exists():
         return [], offset
     with path.open("rb") as trace:
         trace.seek(offset)
-        whole = trace.read().rpartition(b"\n")[0]
+        # The last line can be incomplete while another process writes it.
+        complete = trace.read().rpartition(b"\n")[0]
     events = list[Event]()
     end = offset
-    for line in whole.split(b"\n") if whole else ():
+    for line in complete.split(b"\n") if complete else ():
         events.append(_event(line, path, end))
         end += len(line) + 1
     return events, end
 
 
-def _event(line: bytes, path: Path, at: int) -> Event:
+def _event(line: bytes, path: Path, offset: int) -> Event:
     try:
         event = Event(**json.loads(line))
         if event.event in ("begin", "end", "failed"):
             return event
-        found = event.event
+        problem = f"unknown event {event.event!r}"
     except (ValueError, TypeError, RecursionError) as error:
-        found = error
-    do = "take the line out of the file: what it says is said nowhere else, but nothing is decided by it"
+        problem = str(error)
     raise ObjectCorrupt(
-        "not an event", where=f"{path}, byte {at}", found=f"{line[:80]!r}: {found}", do=do
+        "not an event of the trace",
+        where=f"{path}, byte {offset}",
+        found=f"{line[:80]!r}: {problem}",
+        do="delete the line; only the timeline and the idle times use it",
     )
 
 
 def works(events: Iterable[Event]) -> list[Work]:
-    """What ended, in order of its beginning. Work that was retried is there as often as it ended;
-    what never ended is not."""
-    open_at: dict[tuple[int, str, int | None], float] = {}
-    found: list[Work] = []
+    """Return finished work, in order of its start.
+
+    Each finished attempt of retried work is included; work without an end is not.
+    """
+    started: dict[tuple[int, str, int | None], float] = {}
+    finished: list[Work] = []
     for event in events:
         key = event.pid, event.stage, event.iteration
         if event.event == "begin":
-            open_at[key] = event.time
-        elif (begin := open_at.pop(key, None)) is not None:
-            found.append(Work(event.stage, event.iteration, begin, event.time, event.error))
-    return sorted(found, key=lambda work: work.begin)
+            started[key] = event.time
+        elif (begin := started.pop(key, None)) is not None:
+            finished.append(Work(event.stage, event.iteration, begin, event.time, event.error))
+    return sorted(finished, key=lambda work: work.begin)

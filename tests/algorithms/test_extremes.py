@@ -14,7 +14,7 @@ from rlpipe.algorithms.advantages import group_relative, whiten
 from rlpipe.algorithms.divergence import FAR_BELOW, kl_estimate, unbiased_kl
 from rlpipe.algorithms.exponential import SPLIT, exp, expm1
 from rlpipe.algorithms.importance import correct
-from rlpipe.algorithms.logits import compute_policy_loss, logits_loss, target_log_probs
+from rlpipe.algorithms.logits_loss import compute_policy_loss, logits_loss, target_log_probs
 from rlpipe.algorithms.losses import cispo_loss, policy_loss, sequence_policy_loss
 from rlpipe.algorithms.objective import TokenBatch, objective
 from rlpipe.algorithms.sequences import Sequences

@@ -13,7 +13,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.history import HistoryReader, iteration_metrics
 from rlpipe.lineage.stage_inputs import Inputs, config_digest, eval_inputs
-from rlpipe.observe.history import Evaluation, SampleChange
+from rlpipe.observe.run_history import Evaluation, SampleChange
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.nodes import Nodes

@@ -1,18 +1,18 @@
-"""A made-up run for the tests of the summary and the report."""
+"""An example run for the tests of summary, overview and report."""
 
 from __future__ import annotations
 
 import math
 
-from rlpipe.observe.history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
+from rlpipe.observe.run_history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
 
 
-def made_up(iterations: int = 300) -> RunHistory:
-    """A run that learns to spell backward, with every section of the report filled."""
+def example_history(iterations: int = 300) -> RunHistory:
+    """Return a run that learns to spell backward, with data for every section of the report."""
     history = RunHistory(
         run="spell_backward",
-        description="A Qwen3-shaped model of 0.6M parameters learns to spell words of 3 to 7 letters backward, with GRPO.",
-        config_yaml="run: spell_backward\nnum_rollout: 300\ntrain:\n  optimizer:\n    lr: 0.00025\n",
+        description="A Qwen3-shaped model of 0.6M parameters learns to spell backward, with GRPO.",
+        config_yaml="run: spell_backward\nnum_rollout: 300\ntrain: {optimizer: {lr: 0.00025}}\n",
         totals={
             "samples": 76_800,
             "response_tokens": 521_344,

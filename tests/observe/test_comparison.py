@@ -1,4 +1,4 @@
-"""Old and new columns side by side (rlpipe.observe.comparison)."""
+"""Comparison of old and new columns (rlpipe.observe.comparison)."""
 
 from __future__ import annotations
 
@@ -22,40 +22,45 @@ from rlpipe.observe.comparison import (
 NAN = float("nan")
 
 
-def comparison(before: list[float], after: list[float], **more: object) -> Comparison:
-    """Groups of two."""
+def comparison(before: list[float], after: list[float], **others: object) -> Comparison:
+    """Return a comparison of groups of two samples."""
     rows = [
         IterationRow(0, (0.5, 0.25), (2, 1), (0, 1), "the <reason>"),
         IterationRow(1, (None, 0.5), (0, 1), (0, 0)),
     ]
     sides = np.array(before), np.array(after)
     group = np.arange(len(before)) // 2
-    return Comparison("new", "old", group, sides, (sides[0] - 1, sides[1]), rows, **more)  # type: ignore[arg-type]
+    return Comparison("new", "old", group, sides, (sides[0] - 1, sides[1]), rows, **others)  # type: ignore[arg-type]
 
 
-def test_pairs_of_a_group_keep_their_order_or_not():
-    found = agreement(comparison([0, 1, 0, 1, 0, 1, 1, 1, 0, NAN], [0, 2, 1, 1, 3, 2, 5, 4, 0, 1]))
-    assert (
-        found["pairs_kept"] == found["pairs_tied"] == found["pairs_turned"] == pytest.approx(1 / 3)
+def test_agreement_counts_kept_tied_and_turned_pairs():
+    measures = agreement(
+        comparison([0, 1, 0, 1, 0, 1, 1, 1, 0, NAN], [0, 2, 1, 1, 3, 2, 5, 4, 0, 1])
     )
-    assert found["reward_changed"] == pytest.approx(6 / 9)
-    assert -1 <= found["correlation"] <= 1
+    assert (
+        measures["pairs_kept"]
+        == measures["pairs_tied"]
+        == measures["pairs_turned"]
+        == pytest.approx(1 / 3)
+    )
+    assert measures["reward_changed"] == pytest.approx(6 / 9)
+    assert -1 <= measures["correlation"] <= 1
 
 
-def test_figures_leave_out_what_has_no_value():
-    said = {
+def test_figures_exclude_missing_values():
+    values = {
         row["what"]: (row["before"], row["after"])
         for row in figures(comparison([1, 0, 1, NAN], [NAN] * 4))
     }
-    assert said["samples with a reward"] == (3, 0)
-    assert said["reward: mean"] == (pytest.approx(2 / 3), None)
-    assert said["share of groups whose rewards are equal"] == (0.5, None)
-    assert said["rows with an error"] == (0, 1)
-    assert said["groups in batches"] == (2, 2)
+    assert values["samples with a reward"] == (3, 0)
+    assert values["reward: mean"] == (pytest.approx(2 / 3), None)
+    assert values["share of groups whose rewards are equal"] == (0.5, None)
+    assert values["rows with an error"] == (0, 1)
+    assert values["groups in batches"] == (2, 2)
 
 
 class Tags(HTMLParser):
-    """Every opened tag is closed, and nothing is fetched."""
+    """Checks that every tag is closed and that no attribute loads a resource."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,17 +77,19 @@ class Tags(HTMLParser):
 
 
 @pytest.mark.parametrize("after", [[0.5, 2.0, 1.0, 1.0], [NAN] * 4])
-def test_the_page_and_the_picture_are_made_whatever_there_is(tmp_path: Path, after: list[float]):
+def test_page_and_picture_are_written_even_without_values_after(tmp_path: Path, after: list[float]):
     examples = [Example("g", "<script>alert(1)</script>", "a & b", 0.0, 2.0)]
-    made = comparison(
+    compared = comparison(
         [0, 1, 1, 1], after, examples=examples, changed={"reward.function": "a → <b>"}
     )
-    page = write_page(made, tmp_path / "new" / "page.html").read_text()
+    page = write_page(compared, tmp_path / "new" / "page.html").read_text()
     assert "&lt;script&gt;" in page
     assert "<script>" not in page
     assert "the &lt;reason&gt;" in page
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
-    assert write_picture(made, tmp_path / "new" / "page.png").read_bytes().startswith(b"\x89PNG")
-    assert summary(made)["without_advantages"] == {"0": "the <reason>"}
+    assert (
+        write_picture(compared, tmp_path / "new" / "page.png").read_bytes().startswith(b"\x89PNG")
+    )
+    assert summary(compared)["without_advantages"] == {"0": "the <reason>"}

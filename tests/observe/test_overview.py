@@ -1,27 +1,27 @@
-"""A run on one page of Markdown (rlpipe.observe.overview)."""
+"""The Markdown page of a run (rlpipe.observe.overview)."""
 
 from __future__ import annotations
 
-from rlpipe.observe.history import RunHistory
 from rlpipe.observe.overview import overview, sparkline
-from tests.observe.histories import made_up
+from rlpipe.observe.run_history import RunHistory
+from tests.observe.histories import example_history
 
 
-def test_the_page_answers_the_three_questions():
-    page = overview(made_up())
+def test_the_page_has_learning_health_and_times():
+    page = overview(example_history())
     learning, healthy, times = (part.partition("\n")[2] for part in page.split("## ")[1:])
     assert (
         "| heldout | 0.360 | 0.740 after 300 | 0.740 after 300 |" in learning
         and "| reward | 0.3" in learning
     )
     assert "| gradient norm |" in healthy and "cut-off" not in healthy, (
-        "what a run does not have is left out"
+        "metrics without values are omitted"
     )
     first = times.strip().splitlines()[2]
     assert first.startswith("| rollout | 285.0 | 0.95 | ") and "█" in first
 
 
-def test_a_run_that_has_only_begun_has_a_page_too():
+def test_a_run_without_iterations_has_a_page():
     page = overview(RunHistory(run="new", status="0 of 3 iterations"))
     assert (
         "No held-out set was measured yet." in page
@@ -29,7 +29,7 @@ def test_a_run_that_has_only_begun_has_a_page_too():
     )
 
 
-def test_a_sparkline_shows_lowest_and_highest_and_a_flat_one_is_in_the_middle():
+def test_a_sparkline_spans_the_range_and_a_constant_one_is_in_the_middle():
     assert (
         sparkline([0.0, 1.0, 0.5]) == "▁█▅"
         and sparkline([2.0, 2.0]) == "▄▄"

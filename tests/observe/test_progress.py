@@ -14,7 +14,7 @@ from rlpipe.observe.progress import Progress, duration
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -26,15 +26,15 @@ class Clock:
         self.now += seconds
 
 
-def picture(progress: Progress) -> str:
-    """What the live lines show now."""
+def live_text(progress: Progress) -> str:
+    """Return the current live lines."""
     console = Console(file=io.StringIO(), width=140)
     with console.capture() as captured:
-        console.print(progress._picture())
+        console.print(progress._live_lines())
     return captured.get()
 
 
-def test_without_a_terminal_there_is_one_plain_line_an_iteration():
+def test_without_a_terminal_one_plain_line_is_written_per_iteration():
     stream = io.StringIO()
     clock = Clock()
     with Progress("spell", 3, stream=stream, clock=clock) as progress:
@@ -51,7 +51,7 @@ def test_without_a_terminal_there_is_one_plain_line_an_iteration():
     ]
 
 
-def test_a_stage_that_comes_twice_in_an_iteration_adds_up():
+def test_the_times_of_a_repeated_stage_add_up():
     stream = io.StringIO()
     clock = Clock()
     with Progress("spell", 1, stream=stream, clock=clock) as progress:
@@ -62,7 +62,7 @@ def test_a_stage_that_comes_twice_in_an_iteration_adds_up():
     assert "(eval 4.0 train 2.0)" in stream.getvalue()
 
 
-def test_a_resumed_run_counts_from_where_it_stands_and_times_only_its_own_iterations():
+def test_a_resumed_run_counts_all_iterations_and_times_its_own():
     stream = io.StringIO()
     clock = Clock()
     with Progress("spell", 100, first_iteration=90, stream=stream, clock=clock) as progress:
@@ -71,7 +71,7 @@ def test_a_resumed_run_counts_from_where_it_stands_and_times_only_its_own_iterat
     assert stream.getvalue().strip() == "spell  91/100  5.0 s  45.0 s left"
 
 
-def test_what_came_before_the_first_iteration_counts_for_none():
+def test_time_before_the_first_iteration_counts_for_no_iteration():
     stream = io.StringIO()
     clock = Clock()
     with Progress("spell", 12, stream=stream, clock=clock) as progress:
@@ -90,7 +90,7 @@ def test_the_live_lines_show_speed_reward_and_time_left():
     progress.stage("rollout", total=256)
     clock.tick(4)
     progress.stage("rollout", done=64, total=256, tokens=2000, reward=0.41, note="2 engines")
-    shown = picture(progress)
+    text_shown = live_text(progress)
     for text in (
         "iteration 1/10",
         "rollout",
@@ -100,7 +100,7 @@ def test_the_live_lines_show_speed_reward_and_time_left():
         "2 engines",
         "12.0 s left",
     ):
-        assert text in shown
+        assert text in text_shown
 
 
 def test_a_terminal_gets_live_lines_and_keeps_the_iteration_lines():
@@ -141,5 +141,5 @@ def test_a_terminal_gets_live_lines_and_keeps_the_iteration_lines():
         (7389, "2:03:09"),
     ],
 )
-def test_durations_read_as_people_say_them(seconds, text):
+def test_durations_are_short_texts(seconds, text):
     assert duration(seconds) == text

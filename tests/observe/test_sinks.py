@@ -1,4 +1,4 @@
-"""Where figures go beside TensorBoard (rlpipe.observe.sinks)."""
+"""Sinks of metrics (rlpipe.observe.sinks)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
-from rlpipe.observe.sinks import Sinks
-from rlpipe.observe.tensorboard import TensorBoardSink
+from rlpipe.observe.sinks import Sinks, TensorBoardSink
 from rlpipe.system.ports import free_port
 
 
@@ -22,11 +22,11 @@ def sinks(folder: Path, **observe: Any) -> Sinks:
     return Sinks(ObserveConfig(**observe), "my.run", folder, 0, {"seed": 1})
 
 
-def test_prometheus_is_served_the_newest_figures_of_the_run(tmp_path: Path):
+def test_prometheus_serves_the_newest_values(tmp_path: Path):
     port = free_port()
-    with sinks(tmp_path, prometheus_port=port) as made:
+    with sinks(tmp_path, prometheus_port=port) as opened:
         for step in range(2):
-            made.write(step, {"train/loss": 1.5 - step, "eval/held-out/pass@1": 0.25})
+            opened.write(step, {"train/loss": 1.5 - step, "eval/held-out/pass@1": 0.25})
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     assert (
         'rlpipe_train_loss{run="my.run"} 0.5' in text
@@ -37,7 +37,7 @@ def test_prometheus_is_served_the_newest_figures_of_the_run(tmp_path: Path):
         httpx.get(f"http://127.0.0.1:{port}/metrics")
 
 
-def test_a_port_that_is_taken_is_named_and_what_was_opened_before_it_is_closed(tmp_path: Path):
+def test_a_port_in_use_is_named_and_earlier_sinks_are_closed(tmp_path: Path):
     port = free_port()
     with sinks(tmp_path, tensorboard=False, prometheus_port=port):
         with pytest.raises(ResourceError, match=r"observe\.prometheus_port") as caught:
@@ -46,14 +46,14 @@ def test_a_port_that_is_taken_is_named_and_what_was_opened_before_it_is_closed(t
     sinks(tmp_path, prometheus_port=port).close()
 
 
-def test_weights_and_biases_is_asked_for_by_name_where_it_is_not_installed(tmp_path: Path):
+def test_a_missing_wandb_package_is_named(tmp_path: Path):
     assert importlib.util.find_spec("wandb") is None
     with pytest.raises(ConfigError, match="is not installed") as caught:
         sinks(tmp_path, tensorboard=False, use_wandb=True)
     assert "pip install wandb" in str(caught.value)
 
 
-def test_what_was_opened_is_closed_when_the_next_one_cannot_be(
+def test_opened_sinks_are_closed_if_the_next_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     closed: list[TensorBoardSink] = []
@@ -63,30 +63,96 @@ def test_what_was_opened_is_closed_when_the_next_one_cannot_be(
     assert len(closed) == 1
 
 
-def test_a_run_goes_on_at_weights_and_biases_under_its_name_or_the_id_it_is_given(
+def test_wandb_resumes_a_run_by_its_name_or_the_configured_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[dict[str, Any]] = []
-    told: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    texts: dict[str, Any] = {}
     settings = SimpleNamespace(
-        update=lambda said, allow_val_change: told.update(said) if allow_val_change else None
+        update=lambda arguments, allow_val_change: (
+            texts.update(arguments) if allow_val_change else None
+        )
     )
     run = SimpleNamespace(
-        define_metric=lambda *_, **__: None, log=asked.append, finish=lambda: None, config=settings
+        define_metric=lambda *_, **__: None, log=calls.append, finish=lambda: None, config=settings
     )
     fake = SimpleNamespace(
-        init=lambda **said: (asked.append(said), run)[1], Settings=dict, Error=RuntimeError
+        init=lambda **arguments: (calls.append(arguments), run)[1],
+        Settings=dict,
+        Error=RuntimeError,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for given in ({}, {"wandb_run_id": "given"}):
-        with sinks(tmp_path, tensorboard=False, use_wandb=True, **given) as made:
-            made.write(3, {"train/loss": 0.5})
-            made.tell(2, "commit_sha256", "aa")
-            made.tell(3, "commit_sha256", "bb")
-    assert told == {"commit_sha256": "bb", "commit_sha256_iteration": 3}
-    assert [(said["id"], said["name"], said["resume"]) for said in asked[::2]] == [
+    for keys in ({}, {"wandb_run_id": "given"}):
+        with sinks(tmp_path, tensorboard=False, use_wandb=True, **keys) as opened:
+            opened.write(3, {"train/loss": 0.5})
+            opened.write_text(2, "commit_sha256", "aa")
+            opened.write_text(3, "commit_sha256", "bb")
+    assert texts == {"commit_sha256": "bb", "commit_sha256_iteration": 3}
+    assert [
+        (arguments["id"], arguments["name"], arguments["resume"]) for arguments in calls[::2]
+    ] == [
         ("my-run", "my.run", "allow"),
         ("given", "my.run", "allow"),
     ]
-    assert asked[1] == {"train/loss": 0.5, "iteration": 3}
-    assert "api_key" not in str(asked).lower()
+    assert calls[1] == {"train/loss": 0.5, "iteration": 3}
+    assert "api_key" not in str(calls).lower()
+
+
+def read_events(directory: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(directory), purge_orphaned_data=True)
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_reads_the_written_scalars(tmp_path: Path):
+    with TensorBoardSink(tmp_path / "deep" / "tb") as sink:
+        sink.write(0, {"train/loss": 1.5, "rollout/raw_reward": 0.25})
+        sink.write(1, {"train/loss": 0.5})
+        sink.write(2, {})
+    accumulator = read_events(sink.directory)
+    assert [(event.step, event.value) for event in accumulator.Scalars("train/loss")] == [
+        (0, 1.5),
+        (1, 0.5),
+    ]
+    assert accumulator.Scalars("rollout/raw_reward")[0].value == pytest.approx(0.25)
+
+
+def test_values_are_on_disk_before_the_sink_is_closed(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(3, {"x": 1.0})
+    assert read_events(tmp_path).Scalars("x")[0].step == 3
+    sink.close()
+
+
+def test_a_resumed_run_hides_the_repeated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with TensorBoardSink(tmp_path) as sink:
+        for step in range(4):
+            sink.write(step, {"x": 1.0})
+    later = max(path.stat().st_mtime for path in tmp_path.iterdir()) + 100
+    monkeypatch.setattr("time.time", lambda: later)
+    with TensorBoardSink(tmp_path, first_step=2) as sink:
+        sink.write(2, {"x": 2.0})
+    assert [(event.step, event.value) for event in read_events(tmp_path).Scalars("x")] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 2.0),
+    ]
+
+
+def test_tensorboard_shows_a_line_of_text_per_step(tmp_path: Path):
+    with TensorBoardSink(tmp_path) as sink:
+        for step in range(2):
+            sink.write_text(step, "commit_sha256", f"{step}" * 64)
+    events = read_events(tmp_path)
+    texts = [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for event in events.Tensors("commit_sha256")
+    ]
+    assert texts == [(0, "0" * 64), (1, "1" * 64)]
+    assert events.SummaryMetadata("commit_sha256").plugin_data.plugin_name == "text"
+
+
+def test_no_event_file_exists_before_the_first_value(tmp_path: Path):
+    with TensorBoardSink(tmp_path / "tensorboard", first_step=3) as sink:
+        sink.write(3, {})
+    assert not (tmp_path / "tensorboard").exists()

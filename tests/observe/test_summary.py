@@ -1,4 +1,4 @@
-"""The run in figures (rlpipe.observe.summary, rlpipe.observe.history)."""
+"""The summary of a run (rlpipe.observe.summary, rlpipe.observe.run_history)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from rlpipe.observe.history import REWARD, Evaluation, IterationRecord, RunHistory
+from rlpipe.observe.run_history import REWARD, Evaluation, IterationRecord, RunHistory
 from rlpipe.observe.summary import stage_table, summarise, write_summary
-from tests.observe.histories import made_up
+from tests.observe.histories import example_history
 
 
 def test_the_summary_has_accuracy_before_and_after_reward_and_times():
-    summary = summarise(made_up())
+    summary = summarise(example_history())
     assert summary["accuracy"]["heldout"]["before"] == 0.36
     assert summary["accuracy"]["heldout"]["after"] == 0.74
     assert summary["accuracy"]["heldout"]["curve"][1] == [25, 0.47]
@@ -24,8 +24,8 @@ def test_the_summary_has_accuracy_before_and_after_reward_and_times():
     assert summary["reward"]["first"] < summary["reward"]["last"]
 
 
-def test_stage_shares_add_up_to_one_with_what_was_spent_outside_iterations():
-    table = stage_table(made_up())
+def test_stage_shares_add_up_to_1_including_time_outside_iterations():
+    table = stage_table(example_history())
     assert sum(row["share"] or 0.0 for row in table.values()) == pytest.approx(1)
     assert table["train"]["total"] == pytest.approx(0.52 * 300)
     assert table["eval"] == {
@@ -35,7 +35,7 @@ def test_stage_shares_add_up_to_one_with_what_was_spent_outside_iterations():
     }
 
 
-def test_the_log_prob_difference_is_taken_from_where_it_was_recorded():
+def test_the_log_prob_difference_has_two_sources():
     scored = IterationRecord(
         0, {"rollout/logprob_abs_diff/mean": 1e-6, "train/train_rollout_logprob_abs_diff": 2e-6}
     )
@@ -45,7 +45,7 @@ def test_the_log_prob_difference_is_taken_from_where_it_was_recorded():
     assert RunHistory("r").logprob_difference() == []
 
 
-def test_a_run_without_an_evaluation_of_its_first_weights_has_no_before():
+def test_without_an_evaluation_before_training_before_is_null():
     history = RunHistory(
         "r", evaluations=[Evaluation(5, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)]
     )
@@ -58,7 +58,7 @@ def test_a_run_without_an_evaluation_of_its_first_weights_has_no_before():
     }
 
 
-def test_a_run_that_did_nothing_still_has_a_summary():
+def test_a_run_without_iterations_has_a_summary():
     summary = summarise(RunHistory("empty", status="failed"))
     assert summary["status"] == "failed"
     assert summary["iterations"] == 0
@@ -67,7 +67,7 @@ def test_a_run_that_did_nothing_still_has_a_summary():
     assert summary["seconds_per_iteration"] is None
 
 
-def test_the_file_is_strict_json_where_nan_is_null(tmp_path):
+def test_the_file_is_strict_json_with_null_for_nan(tmp_path):
     history = RunHistory("r", [IterationRecord(0, {REWARD: math.nan})], totals={"worst": math.inf})
     path = write_summary(history, tmp_path / "deep" / "summary.json")
     read = json.loads(

@@ -20,7 +20,7 @@ def write_many(folder: Path) -> None:
             pass
 
 
-def test_a_block_leaves_its_begin_and_its_end(tmp_path: Path):
+def test_a_traced_block_writes_begin_and_end(tmp_path: Path):
     with traced(tmp_path, "train", 3):
         (begun,), _ = read_trace(tmp_path / FILE)
         assert begun[1:] == (3, "train", "begin", os.getpid(), None)
@@ -29,7 +29,7 @@ def test_a_block_leaves_its_begin_and_its_end(tmp_path: Path):
     assert ended.time >= begun.time
 
 
-def test_a_block_that_fails_says_with_what(tmp_path: Path):
+def test_a_failed_block_writes_the_type_of_its_error(tmp_path: Path):
     with pytest.raises(ZeroDivisionError), traced(tmp_path, "sync", None):
         raise ZeroDivisionError
     assert [(e.event, e.error) for e in read_trace(tmp_path / FILE)[0]] == [
@@ -38,14 +38,14 @@ def test_a_block_that_fails_says_with_what(tmp_path: Path):
     ]
 
 
-def test_a_trace_that_cannot_be_written_hides_no_error_of_the_block(tmp_path: Path):
+def test_an_unwritable_trace_does_not_hide_an_error_of_the_block(tmp_path: Path):
     with pytest.raises(ZeroDivisionError), traced(tmp_path / "not there", "train", 0):
         raise ZeroDivisionError
     with traced(tmp_path / "not there", "train", 0):
         pass
 
 
-def test_it_is_read_on_from_where_it_was_left_and_only_whole_lines(tmp_path: Path):
+def test_reading_continues_at_the_offset_and_skips_incomplete_lines(tmp_path: Path):
     path = tmp_path / FILE
     assert read_trace(path) == ([], 0)
     with traced(tmp_path, "train", 0):
@@ -61,7 +61,7 @@ def test_it_is_read_on_from_where_it_was_left_and_only_whole_lines(tmp_path: Pat
     assert (late.iteration, late.pid, end) == (1, 7, path.stat().st_size)
 
 
-def test_processes_that_write_at_once_lose_and_mix_nothing(tmp_path: Path):
+def test_concurrent_processes_write_complete_lines(tmp_path: Path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         pool.map(write_many, [tmp_path] * 3)
     events, _ = read_trace(tmp_path / FILE)
@@ -72,7 +72,7 @@ def test_processes_that_write_at_once_lose_and_mix_nothing(tmp_path: Path):
     "line",
     ["", "nonsense", "[]", '{"time": 1.0}', '{"time": 1.0, "iter{"time": 2.0}', "\xff", '"x"'],
 )
-def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str):
+def test_a_malformed_line_is_named(tmp_path: Path, line: str):
     with traced(tmp_path, "train", 0):
         pass
     path = tmp_path / FILE

@@ -1,5 +1,4 @@
-"""The page of samples: colours by value, text that cannot break out, tokens that are not in the
-loss."""
+"""The page of samples (rlpipe.observe.viewer)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def test_tokens_are_coloured_relative_to_the_largest_value():
     assert 'class="an4"' in page and 'class="dp9"' in page
 
 
-def test_what_was_sampled_is_text_and_never_markup():
+def test_sampled_text_is_escaped():
     page = render("<t>", "<about>", [shown(label="<l>", error="<e>", parts={"<p>": 1.0})])
     assert not any(f"<{name}>" in page for name in ("t", "about", "l", "e"))
     assert "&lt;b&gt;p&lt;/b&gt;" in page and "⏎" in page

@@ -1,13 +1,13 @@
-"""A run as a timeline that https://ui.perfetto.dev and chrome://tracing open: stages, turns of
-shared GPUs, every response.
+"""Export a run as a timeline for https://ui.perfetto.dev and chrome://tracing.
 
-The format is Chrome's Trace Event Format (JSON, times in microseconds). Two processes: the stages,
-a row for each (an iteration that overlaps another one's same stage has a row of its own), and the
-engines, a row for each with as many responses beside each other as it sampled at once; over them
-curves of responses in flight.
+The format is Chrome's Trace Event Format (JSON, times in microseconds). The timeline has two
+processes:
 
-Not here: where events (`trace`) and samples (`run_rollouts`) come from. Source: "Trace Event
-Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+- stages, with one row per stage, and more rows if iterations of a stage overlap;
+- engines, with as many rows per engine as concurrent responses, and a curve of responses in flight.
+
+Entry points: `timeline`, `write_timeline`. Source: "Trace Event Format",
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 from rlpipe.observe.trace import Work
 
-STAGES, ENGINES = 1, 2
+STAGES = 1
+ENGINES = 2
 """Process numbers in the timeline."""
-ORDER = ("rollout", "reward", "advantage", "train", "sync", "checkpoint", "eval")
+STAGE_ORDER = ("rollout", "reward", "advantage", "train", "sync", "checkpoint", "eval")
 
 
 class Response(NamedTuple):
@@ -41,17 +42,19 @@ class Response(NamedTuple):
 
 
 def timeline(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
-    """The events of the timeline."""
+    """Yield the events of the timeline."""
     yield _name("process_name", STAGES, 0, "stages")
     stages = sorted(
         {work.stage for work in works},
-        key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s),
+        key=lambda stage: (
+            STAGE_ORDER.index(stage) if stage in STAGE_ORDER else len(STAGE_ORDER),
+            stage,
+        ),
     )
-    for row, work, beside in _rows(
-        {stage: [w for w in works if w.stage == stage] for stage in stages}
-    ):
-        if beside is not None:
-            yield from (_name("thread_name", STAGES, row, beside), _sorted(STAGES, row))
+    by_stage = {stage: [work for work in works if work.stage == stage] for stage in stages}
+    for row, work, row_name in _rows(by_stage):
+        if row_name is not None:
+            yield from (_name("thread_name", STAGES, row, row_name), _sort_index(STAGES, row))
         label = work.stage if work.iteration is None else f"{work.stage} {work.iteration}"
         extra = {"error": work.error} if work.error else {}
         yield _span(label, STAGES, row, work.begin, work.end, iteration=work.iteration, **extra)
@@ -59,28 +62,30 @@ def timeline(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[d
         return
     yield _name("process_name", ENGINES, 0, "engines")
     names = sorted({response.engine for response in responses})
-    of_engine = {
-        name or "engine": sorted(r for r in responses if r.engine == name) for name in names
+    by_engine = {
+        name or "engine": sorted(
+            (response for response in responses if response.engine == name),
+            key=lambda response: (response.begin, response),
+        )
+        for name in names
     }
-    for row, response, beside in _rows(
-        {name: sorted(rows, key=lambda r: r.begin) for name, rows in of_engine.items()}
-    ):
-        if beside is not None:
-            yield from (_name("thread_name", ENGINES, row, beside), _sorted(ENGINES, row))
-        said = {
+    for row, response, row_name in _rows(by_engine):
+        if row_name is not None:
+            yield from (_name("thread_name", ENGINES, row, row_name), _sort_index(ENGINES, row))
+        arguments = {
             "tokens": response.tokens,
             "status": response.status,
             "reward": response.reward,
             "iteration": response.iteration,
         }
         label = f"{response.group_id} #{response.index}"
-        yield _span(label, ENGINES, row, response.begin, response.end, **said)
-    for name, rows in of_engine.items():
+        yield _span(label, ENGINES, row, response.begin, response.end, **arguments)
+    for name, rows in by_engine.items():
         yield from _in_flight(name, rows)
 
 
 def write_timeline(path: Path, works: Sequence[Work], responses: Sequence[Response]) -> int:
-    """Write it gzipped, as Perfetto reads it; the number of events."""
+    """Write the timeline as gzipped JSON and return the number of events."""
     events = list(timeline(works, responses))
     unfinished = path.with_name(f".{path.name}")
     with gzip.open(unfinished, "wt") as out:
@@ -90,25 +95,26 @@ def write_timeline(path: Path, works: Sequence[Work], responses: Sequence[Respon
 
 
 def _rows(groups: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, Any, str | None]]:
-    """Each item of each group (in order of its beginning) on the first row of its group that is
-    free by then; and with the first item of a row, the row's name."""
-    first = 1
+    """Yield (row, item, name of the row if the item is its first) for each item of each group.
+
+    An item is on the first row of its group that is free at its start. Items are in order of start.
+    """
+    first_row = 1
     for name, items in groups.items():
-        free_s: list[float] = []
+        busy_until_s: list[float] = []
         for item in items:
-            row = next(
-                (n for n, until_s in enumerate(free_s) if until_s <= item.begin), len(free_s)
-            )
-            new = row == len(free_s)
-            if new:
-                free_s.append(0.0)
-            free_s[row] = item.end
-            yield first + row, item, name if new else None
-        first += len(free_s)
+            free_rows = (row for row, end_s in enumerate(busy_until_s) if end_s <= item.begin)
+            row = next(free_rows, len(busy_until_s))
+            is_new = row == len(busy_until_s)
+            if is_new:
+                busy_until_s.append(0.0)
+            busy_until_s[row] = item.end
+            yield first_row + row, item, name if is_new else None
+        first_row += len(busy_until_s)
 
 
 def _in_flight(engine: str, responses: Iterable[Response]) -> Iterator[dict[str, Any]]:
-    """How many responses an engine was at, over time."""
+    """Yield the number of responses in flight on an engine, at each change."""
     changes = sorted([(r.begin, 1) for r in responses] + [(r.end, -1) for r in responses])
     number = 0
     for time_s, change in changes:
@@ -125,7 +131,7 @@ def _in_flight(engine: str, responses: Iterable[Response]) -> Iterator[dict[str,
 
 
 def _span(
-    name: str, pid: int, tid: int, begin_s: float, end_s: float, **about: Any
+    name: str, pid: int, tid: int, begin_s: float, end_s: float, **arguments: Any
 ) -> dict[str, Any]:
     duration = max(0, round((end_s - begin_s) * 1e6))
     return {
@@ -135,15 +141,15 @@ def _span(
         "tid": tid,
         "ts": round(begin_s * 1e6),
         "dur": duration,
-        "args": about,
+        "args": arguments,
     }
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _sorted(pid: int, tid: int) -> dict[str, Any]:
+def _sort_index(pid: int, tid: int) -> dict[str, Any]:
     return {
         "ph": "M",
         "name": "thread_sort_index",

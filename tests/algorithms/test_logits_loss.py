@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.algorithms.logits import (
+from rlpipe.algorithms.logits_loss import (
     Share,
     compute_approx_kl,
     compute_policy_loss,

@@ -1,4 +1,4 @@
-"""The page and the picture of a run (rlpipe.observe.report, charts, figure)."""
+"""The page and the picture of a run (rlpipe.observe.run_report, charts, pictures)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.observe.charts import line_chart, moving_average, number, shares
-from rlpipe.observe.figure import write_figure
-from rlpipe.observe.history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
-from rlpipe.observe.report import render, write_report
-from tests.observe.histories import made_up
+from rlpipe.observe.pictures import write_figure
+from rlpipe.observe.run_history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
+from rlpipe.observe.run_report import render, write_report
+from tests.observe.histories import example_history
 
 VOID = {"meta", "line", "rect", "path", "circle", "br"}
 
 
 class Outline(HTMLParser):
-    """Checks that tags nest, and keeps what is between them."""
+    """Checks that tags nest, and collects text and attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def outline(page: str) -> Outline:
     return parser
 
 
-def test_the_page_says_what_was_reached_and_has_every_section():
-    text = outline(render(made_up())).text
+def test_the_page_has_the_result_and_every_section():
+    text = outline(render(example_history())).text
     for part in (
         "36%",
         "74%",
@@ -75,18 +75,18 @@ def test_the_page_says_what_was_reached_and_has_every_section():
         assert part in text
 
 
-def test_the_page_fetches_nothing_and_runs_nothing():
-    parser = outline(render(made_up()))
+def test_the_page_has_no_requests_and_no_scripts():
+    parser = outline(render(example_history()))
     assert not [
         value
         for name, value in parser.attributes
         if name in ("src", "href") or name.startswith("on")
     ]
-    assert "<script" not in render(made_up())
-    assert not re.search(r"url\(|@import|https?://", render(made_up()))
+    assert "<script" not in render(example_history())
+    assert not re.search(r"url\(|@import|https?://", render(example_history()))
 
 
-def test_what_a_model_wrote_cannot_break_the_page():
+def test_text_of_a_model_cannot_break_the_page():
     evil = "</td><script>alert(1)</script>&lt;"
     history = RunHistory(
         evil,
@@ -99,7 +99,7 @@ def test_what_a_model_wrote_cannot_break_the_page():
     assert outline(page).text.count(evil) >= 6
 
 
-def test_a_run_without_evaluations_shows_its_reward_instead():
+def test_a_run_without_evaluations_shows_its_reward():
     history = RunHistory("r", [IterationRecord(k, {REWARD: 0.25 + k / 100}) for k in range(20)])
     text = outline(render(history)).text
     assert "0.25" in text
@@ -107,13 +107,13 @@ def test_a_run_without_evaluations_shows_its_reward_instead():
     assert "mean reward of the first and the last iteration" in text
 
 
-def test_a_run_that_did_nothing_still_has_a_page():
+def test_a_run_without_iterations_has_a_page():
     text = outline(render(RunHistory("empty", status="failed"))).text
     assert "failed" in text
     assert "Training" not in text
 
 
-def test_totals_are_shown_in_words_and_only_where_they_are_figures():
+def test_totals_are_labelled_in_words_and_objects_are_omitted():
     totals = {
         "samples": 1200,
         "rollout_tokens_per_s": 1844.7,
@@ -134,7 +134,7 @@ def test_totals_are_shown_in_words_and_only_where_they_are_figures():
     assert "nothing" not in text
 
 
-def test_a_lost_accuracy_is_shown_as_lost():
+def test_a_decrease_of_accuracy_is_marked():
     history = RunHistory(
         "r", evaluations=[Evaluation(0, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)]
     )
@@ -143,11 +143,11 @@ def test_a_lost_accuracy_is_shown_as_lost():
     assert "gain down" in page
 
 
-def test_files_are_written_whole_into_new_folders(tmp_path):
-    path = write_report(made_up(3), tmp_path / "a" / "report.html")
+def test_files_are_written_atomically_into_new_folders(tmp_path):
+    path = write_report(example_history(3), tmp_path / "a" / "report.html")
     assert path.read_text(encoding="utf-8").endswith("</html>\n")
     assert len(list(path.parent.iterdir())) == 1
-    picture = write_figure(made_up(3), tmp_path / "b" / "report.png")
+    picture = write_figure(example_history(3), tmp_path / "b" / "report.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert write_figure(RunHistory("empty"), tmp_path / "b" / "empty.png").stat().st_size > 1000
 
@@ -173,7 +173,7 @@ def test_a_chart_of_any_numbers_stays_inside_its_frame(numbers, logarithmic, smo
 
 
 @given(SPANS)
-def test_the_x_axis_has_a_few_round_marks_for_any_number_of_iterations(span):
+def test_the_x_axis_has_2_to_9_marks_for_any_number_of_iterations(span):
     chart = line_chart({"x": [(0, 0.0), (span, 1.0)]})
     marks = re.findall(r'text-anchor="middle">([^<]*)<', chart)
     assert marks[0] == "0"
@@ -181,7 +181,7 @@ def test_the_x_axis_has_a_few_round_marks_for_any_number_of_iterations(span):
     assert len(set(marks)) == len(marks)
 
 
-def test_a_chart_of_nothing_is_nothing():
+def test_a_chart_without_values_is_empty():
     assert line_chart({}) == ""
     assert line_chart({"x": [(0, math.nan)]}) == ""
     assert line_chart({"x": [(0, -1.0)]}, logarithmic=True) == ""
@@ -193,7 +193,7 @@ def test_percent_charts_do_not_go_above_100_percent():
     assert "120%" not in line_chart({"x": [(0, 0.0), (1, 1.0)]}, percent=True, floor=0)
 
 
-def test_a_moving_average_keeps_a_constant_and_cuts_at_the_ends():
+def test_a_moving_average_keeps_constants_and_shrinks_at_the_ends():
     assert moving_average([(k, 2.0) for k in range(9)]) == [(k, 2.0) for k in range(9)]
     assert moving_average([(0, 0.0), (1, 3.0), (2, 6.0)])[0] == (0, 3.0)
 
@@ -210,5 +210,5 @@ def test_a_moving_average_keeps_a_constant_and_cuts_at_the_ends():
         (-0.25, "-0.25"),
     ],
 )
-def test_figures_are_short(value, text):
+def test_numbers_are_short_texts(value, text):
     assert number(value) == text

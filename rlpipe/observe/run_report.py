@@ -1,9 +1,9 @@
-"""The page about one run that people look at: self-contained HTML, no scripts, nothing fetched.
-`report.png` is `figure`'s.
+"""Write the HTML report of one run: `report.html`.
 
-First screen: accuracy before and after, its curve, the run in figures. Then training curves, time
-per stage, how far trainer and engine disagree on log-probs, the same prompts before and after, the
-configuration. A section without data is left out.
+The first screen shows accuracy before and after, its curve, and the totals. Further sections:
+training curves, time per stage, log-prob difference of trainer and engine, samples before and
+after, and the configuration. A section without data is omitted. Entry points: `write_report`,
+`render`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.observe.charts import line_chart, number, shares
-from rlpipe.observe.history import REWARD, RunHistory, SampleChange
+from rlpipe.observe.pages import html_page, write_whole
 from rlpipe.observe.progress import duration
-from rlpipe.observe.summary import stage_table, write_whole
+from rlpipe.observe.run_history import REWARD, RunHistory, SampleChange
+from rlpipe.observe.summary import stage_table
 
 CURVES = (
     ("rollout/response_len/mean", "Response length", "tokens, mean"),
@@ -28,37 +29,34 @@ CURVES = (
     ("perf/rollout_tokens_per_s", "Sampling speed", "response tokens per second"),
     ("train/loss", "Loss", "of the last optimizer step"),
 )
-"""Small charts: metric, title, unit. Those that the run recorded are shown, in this order."""
+"""Small charts: metric, title, unit. Charts without data are omitted."""
 
-SAID = ("iterations", "accuracy_before", "accuracy_after")
-"""Totals that the first screen shows in its own way."""
+SHOWN_ELSEWHERE = ("iterations", "accuracy_before", "accuracy_after")
+"""Totals that another part of the first screen shows."""
 
 
 def write_report(history: RunHistory, path: str | Path) -> Path:
-    """Write the page (whole or not at all) and return its path."""
+    """Write the page atomically and return its path."""
     return write_whole(Path(path), render(history))
 
 
 def render(history: RunHistory) -> str:
-    """The page as HTML."""
-    style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    sections = (_header, _hero, _figures, _training, _stages, _agreement, _samples, _setup)
+    """Return the page as HTML."""
+    sections = (_header, _hero, _totals, _training, _stages, _agreement, _samples, _setup)
     body = "\n".join(filter(None, (section(history) for section in sections)))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(history.run)} · rlpipe</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n<footer>Written by rlpipe from the records in the store.</footer>\n</main>\n</body>\n</html>\n"
-    )
+    return html_page(f"{history.run} · rlpipe", body)
 
 
 def _header(history: RunHistory) -> str:
-    about = f"<p>{escape(history.description)}</p>" if history.description else ""
-    return f'<header><div class="eyebrow">rlpipe run · {escape(history.status)}</div><h1>{escape(history.run)}</h1>{about}</header>'
+    description = f"<p>{escape(history.description)}</p>" if history.description else ""
+    return (
+        f'<header><div class="eyebrow">rlpipe run · {escape(history.status)}</div>'
+        f"<h1>{escape(history.run)}</h1>{description}</header>"
+    )
 
 
 def _hero(history: RunHistory) -> str:
-    """The first set's accuracy before and after in big figures beside the curve of every set."""
+    """Return the accuracy of the first held-out set before and after, and curves of all sets."""
     if not history.evaluations:
         return _reward_hero(history)
     first = history.accuracy(history.datasets[0])
@@ -69,19 +67,18 @@ def _hero(history: RunHistory) -> str:
     if len(first) > 1:
         big = f'<span class="from">{before.accuracy:.0%}</span><span class="arrow">→</span>{big}'
         big += f'</div><div class="gain{" down" if gain < 0 else ""}">{gain:+.1f} points'
-    when = (
-        "before and after training"
-        if before.iteration == 0
-        else f"from iteration {before.iteration} on"
-    )
-    what = f"accuracy on {after.n:,} held-out responses ({escape(history.datasets[0])}), {when}"
+    period = "before and after training"
+    if before.iteration != 0:
+        period = f"from iteration {before.iteration} on"
+    dataset = escape(history.datasets[0])
+    meaning = f"accuracy on {after.n:,} held-out responses ({dataset}), {period}"
     curves = {
-        name: [(e.iteration, e.accuracy) for e in history.accuracy(name)]
+        name: [(point.iteration, point.accuracy) for point in history.accuracy(name)]
         for name in history.datasets
     }
     chart = line_chart(curves, percent=True, floor=0.0, dots=True)
     keys = "" if len(curves) < 2 else " " + _keys(curves)
-    return _hero_card(big, what, chart, f"held-out accuracy over iterations{keys}")
+    return _hero_card(big, meaning, chart, f"held-out accuracy over iterations{keys}")
 
 
 def _reward_hero(history: RunHistory) -> str:
@@ -90,36 +87,39 @@ def _reward_hero(history: RunHistory) -> str:
         return ""
     first = number(rewards[0][1])
     last = number(rewards[-1][1])
-    big = f'<span class="from">{first}</span><span class="arrow">→</span><span class="to">{last}</span>'
-    chart = line_chart({"reward": rewards}, smooth=True)
-    return _hero_card(
-        big, "mean reward of the first and the last iteration", chart, "reward over iterations"
+    big = (
+        f'<span class="from">{first}</span><span class="arrow">→</span>'
+        f'<span class="to">{last}</span>'
     )
+    meaning = "mean reward of the first and the last iteration"
+    chart = line_chart({"reward": rewards}, smooth=True)
+    return _hero_card(big, meaning, chart, "reward over iterations")
 
 
-def _hero_card(big: str, what: str, chart: str, caption: str) -> str:
+def _hero_card(big: str, meaning: str, chart: str, caption: str) -> str:
     return (
-        f'<section class="card hero"><div><div class="big">{big}</div><p class="what">{what}</p></div>'
+        f'<section class="card hero"><div><div class="big">{big}</div>'
+        f'<p class="what">{meaning}</p></div>'
         f"<figure>{chart}<figcaption>{caption}</figcaption></figure></section>"
     )
 
 
-def _figures(history: RunHistory) -> str:
-    figures: list[tuple[str, str]] = [(f"{len(history.iterations):,}", "iterations")]
+def _totals(history: RunHistory) -> str:
+    totals: list[tuple[str, str]] = [(f"{len(history.iterations):,}", "iterations")]
     if history.iteration_seconds is not None:
-        figures.append((duration(history.iteration_seconds), "median iteration"))
-    figures += [
-        (_total(name, value), _words(name))
+        totals.append((duration(history.iteration_seconds), "median iteration"))
+    totals += [
+        (_total_text(name, value), _total_label(name))
         for name, value in history.totals.items()
-        if isinstance(value, int | float | str) and name not in SAID
+        if isinstance(value, int | float | str) and name not in SHOWN_ELSEWHERE
     ]
     cells = "".join(
-        f"<div><b>{escape(figure)}</b><span>{escape(name)}</span></div>" for figure, name in figures
+        f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in totals
     )
     return f'<section class="figures">{cells}</section>'
 
 
-def _total(name: str, value: Any) -> str:
+def _total_text(name: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name.endswith(("seconds", "_s", "_s_per_iteration")) and not name.endswith("_per_s"):
             return duration(value)
@@ -127,7 +127,8 @@ def _total(name: str, value: Any) -> str:
     return str(value)
 
 
-def _words(name: str) -> str:
+def _total_label(name: str) -> str:
+    """Return a total's name in words, without the suffix of its unit."""
     name = name.replace("_s_per_", "_per_") if name.endswith("_s_per_iteration") else name
     name = f"{name[:-6]}_per_second" if name.endswith("_per_s") else name.removesuffix("_s")
     return "in all" if name == "seconds" else name.replace("_", " ")
@@ -136,13 +137,8 @@ def _words(name: str) -> str:
 def _training(history: RunHistory) -> str:
     cards = []
     if history.evaluations and (rewards := history.series(REWARD)):
-        cards.append(
-            _curve(
-                "Reward",
-                "mean of the sampled responses",
-                line_chart({"reward": rewards}, width=320, height=190, smooth=True),
-            )
-        )
+        chart = line_chart({"reward": rewards}, width=320, height=190, smooth=True)
+        cards.append(_curve("Reward", "mean of the sampled responses", chart))
     for metric, title, unit in CURVES:
         floor = None if metric == "train/loss" else 0.0
         chart = line_chart(
@@ -152,12 +148,15 @@ def _training(history: RunHistory) -> str:
             cards.append(_curve(title, unit, chart))
     if not cards:
         return ""
-    text = "Faint: every iteration. Bold: the moving average over a tenth of the run."
-    return f'<h2>Training</h2><p>{text}</p><div class="grid2">{"".join(cards)}</div>'
+    legend = "Faint: every iteration. Bold: the moving average over a tenth of the run."
+    return f'<h2>Training</h2><p>{legend}</p><div class="grid2">{"".join(cards)}</div>'
 
 
 def _curve(title: str, unit: str, chart: str) -> str:
-    return f'<figure class="card"><h3>{escape(title)}</h3>{chart}<figcaption>{escape(unit)}</figcaption></figure>'
+    return (
+        f'<figure class="card"><h3>{escape(title)}</h3>{chart}'
+        f"<figcaption>{escape(unit)}</figcaption></figure>"
+    )
 
 
 def _stages(history: RunHistory) -> str:
@@ -165,13 +164,18 @@ def _stages(history: RunHistory) -> str:
     if not table:
         return ""
     rows = "".join(
-        f'<tr><td><span class="key b{index % 8}"></span>{escape(stage)}</td><td class="n">{_seconds(row["median"])}</td>'
-        f'<td class="n">{_seconds(row["total"])}</td><td class="n">{row["share"]:.0%}</td></tr>'
+        f'<tr><td><span class="key b{index % 8}"></span>{escape(stage)}</td>'
+        f'<td class="n">{_seconds(row["median"])}</td><td class="n">{_seconds(row["total"])}</td>'
+        f'<td class="n">{row["share"]:.0%}</td></tr>'
         for index, (stage, row) in enumerate(table.items())
     )
     bar = shares({stage: row["total"] or 0.0 for stage, row in table.items()})
-    head = '<tr><th>stage</th><th class="n">an iteration, median</th><th class="n">in all</th><th class="n">share</th></tr>'
-    return f'<h2>Where the time went</h2><p>Wall time of each stage.</p><div class="card">{bar}<table>{head}{rows}</table></div>'
+    heads = ("an iteration, median", "in all", "share")
+    cells = "".join(f'<th class="n">{name}</th>' for name in heads)
+    return (
+        "<h2>Where the time went</h2><p>Wall time of each stage.</p>"
+        f'<div class="card">{bar}<table><tr><th>stage</th>{cells}</tr>{rows}</table></div>'
+    )
 
 
 def _seconds(value: float | None) -> str:
@@ -183,13 +187,15 @@ def _agreement(history: RunHistory) -> str:
     chart = line_chart({"difference": series}, width=970, height=220, logarithmic=True, smooth=True)
     if not chart:
         return ""
-    worst = max(value for _, value in series)
-    text = (
-        "Mean absolute difference between the log-probs that the engine sampled with and those that the trainer computes for the "
-        f"same tokens. It is small as long as both hold the same weights. Largest: {number(worst)}."
+    largest = max(value for _, value in series)
+    explanation = (
+        "Mean absolute difference between the rollout log-probs of the engine and the log-probs "
+        "of the trainer for the same tokens. It is small while both have the same weights. "
+        f"Largest: {number(largest)}."
     )
     return (
-        f'<h2>Do trainer and engine agree?</h2><p>{text}</p><figure class="card">{chart}</figure>'
+        f"<h2>Do trainer and engine agree?</h2><p>{explanation}</p>"
+        f'<figure class="card">{chart}</figure>'
     )
 
 
@@ -197,14 +203,14 @@ def _samples(history: RunHistory) -> str:
     if not history.samples:
         return ""
     labelled = any(sample.label is not None for sample in history.samples)
-    head = (
-        "<tr><th>prompt</th>"
-        + ("<th>expected</th>" if labelled else "")
-        + "<th>before</th><th>after</th></tr>"
-    )
+    heads = ["prompt", *(["expected"] if labelled else []), "before", "after"]
+    head = "".join(f"<th>{name}</th>" for name in heads)
     rows = "".join(_sample(sample, labelled) for sample in history.samples)
-    text = "Held-out prompts, answered by the weights at the start and at the end."
-    return f'<h2>Before and after</h2><p>{text}</p><div class="card scroll"><table>{head}{rows}</table></div>'
+    return (
+        "<h2>Before and after</h2>"
+        "<p>Held-out prompts, answered by the weights at the start and at the end.</p>"
+        f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    )
 
 
 def _sample(sample: SampleChange, labelled: bool) -> str:
@@ -216,21 +222,21 @@ def _sample(sample: SampleChange, labelled: bool) -> str:
 def _cell(text: str, reward: float | None = None) -> str:
     if reward is None:
         return f'<td><div class="text">{escape(text)}</div></td>'
-    right = reward >= 1
-    mark = ("✓" if right else "✗") if reward in (0, 1) else number(reward)
-    kind = "right" if right else "wrong"
+    correct = reward >= 1
+    mark = ("✓" if correct else "✗") if reward in (0, 1) else number(reward)
+    kind = "right" if correct else "wrong"
     return f'<td><div class="text"><span class="mark {kind}">{mark}</span>{escape(text)}</div></td>'
 
 
 def _setup(history: RunHistory) -> str:
     packages = "\n".join(f"{name} {version}" for name, version in history.packages.items())
     blocks = [("Configuration", history.config_yaml), ("Packages", packages)]
-    shown = "".join(
+    details = "".join(
         f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
         for title, text in blocks
         if text
     )
-    return f"<h2>How it was made</h2>{shown}" if shown else ""
+    return f"<h2>How it was made</h2>{details}" if details else ""
 
 
 def _keys(names: Iterable[str]) -> str:

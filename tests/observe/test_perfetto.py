@@ -1,4 +1,4 @@
-"""A run as a timeline (rlpipe.observe.timeline)."""
+"""A run as a timeline (rlpipe.observe.perfetto)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from rlpipe.observe.timeline import ENGINES, STAGES, Response, timeline, write_timeline
+from rlpipe.observe.perfetto import ENGINES, STAGES, Response, timeline, write_timeline
 from rlpipe.observe.trace import Event, Work, works
 
 EVENTS = [
@@ -28,7 +28,7 @@ def read(path: Path) -> list[dict]:
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
-def test_stages_that_overlap_lie_beside_each_other_and_what_was_cut_off_is_left_out(tmp_path: Path):
+def test_overlapping_stages_have_rows_and_unfinished_work_is_omitted(tmp_path: Path):
     count = write_timeline(tmp_path / "t.json.gz", works(EVENTS), [])
     events = read(tmp_path / "t.json.gz")
     assert count == len(events) and {event["pid"] for event in events} == {STAGES}
@@ -49,7 +49,7 @@ def test_stages_that_overlap_lie_beside_each_other_and_what_was_cut_off_is_left_
     ]
 
 
-def test_each_engine_has_as_many_rows_as_responses_at_once(tmp_path: Path):
+def test_each_engine_has_as_many_rows_as_concurrent_responses(tmp_path: Path):
     found = [
         response(0, 1.0, 3.0),
         response(1, 2.0, 4.0),
@@ -72,6 +72,6 @@ def test_each_engine_has_as_many_rows_as_responses_at_once(tmp_path: Path):
     }
 
 
-def test_work_that_a_clock_set_back_ends_before_it_begins_takes_no_time():
+def test_work_that_ends_before_its_start_has_duration_0():
     (span,) = [event for event in timeline([Work("train", 0, 2.0, 1.0)], []) if event["ph"] == "X"]
     assert (span["ts"], span["dur"]) == (2_000_000, 0)
