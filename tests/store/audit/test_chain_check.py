@@ -4,23 +4,14 @@ rlpipe.store.audit.chain_check)."""
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
 
 from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt, StoreError
-from rlpipe.store.audit.findings import Report
 from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches, commit_path
 from rlpipe.store.chain import leaf_paths
@@ -30,63 +21,14 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.objects.local import LocalBackend
 from rlpipe.store.plans import Plans
 from rlpipe.store.segments import Segments
-from rlpipe.store.signatures import PublicKey, SigningKey, signature_path
 from rlpipe.store.tables import scalars
-from rlpipe.types import Commit, Plan, Stage
-from tests.store.audit.faulty import WholeRun, build
+from rlpipe.types import Commit, Stage
+from tests.store.audit.chained import Chained, head, said
+from tests.store.audit.faulty import build
 from tests.store.audit.forging import FORGERIES, LAST, Forger, Forgery
 from tests.store.lineage import Run, make_node
 from tests.store.test_branches import commit
-from tools import audit, gc
-
-
-class Chained(WholeRun):
-    """A run whose commits await leaves that arrive one iteration later."""
-
-    def commit_of(self, plan: Plan, *arguments) -> Commit:
-        made = super().commit_of(plan, *arguments)
-        measured = make_node(
-            Stage.EVAL, {"weights": made.nodes[Stage.TRAIN]}, dataset="heldout"
-        ).digest
-        return made.model_copy(
-            update={"awaited": tuple(leaf_paths(made.nodes[Stage.TRAIN], [measured]))}
-        )
-
-    def go(self, iterations: int) -> Chained:
-        for _ in range(iterations):
-            made = self.iterate()
-            assert made is not None
-            self.keep(made.nodes[Stage.TRAIN], made.iteration + 1)
-        return self
-
-
-class Undrawn(Chained):
-    """A run whose plans are not draws, so that a forgery does not change their names."""
-
-    def plan(self, *arguments) -> Plan:
-        return Run.plan(self, *arguments)
-
-
-def head(files: Files, k: int = LAST, branch: str = "run") -> str:
-    return Branches(files).read_stored(branch, k)[1]
-
-
-def said(report: Report) -> list[str]:
-    return [f"{one.where} {one.problem}" for one in report.findings]
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four iterations with a checkpoint and an evaluation after each."""
-    root = tmp_path_factory.mktemp("chained") / "store"
-    Undrawn(Files(root)).start().go(LAST + 1)
-    return root
-
-
-@pytest.fixture
-def root(sound: Path, tmp_path: Path) -> Path:
-    """A copy of that store."""
-    return Path(shutil.copytree(sound, tmp_path / "store"))
+from tools import gc
 
 
 def test_an_unchanged_store_is_proved_and_newer_records_are_named(sound: Path):
@@ -428,15 +370,6 @@ def test_tables_are_compared_with_the_records_if_a_digest_is_held(local_files: F
     )
 
 
-@pytest.fixture
-def tool(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    def call(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["tools.audit", *words, "--store", str(root)])
-        return audit.main()
-
-    return call
-
-
 def test_the_command_prints_a_digest_and_verifies_it(
     root: Path, tool: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ):
@@ -463,7 +396,7 @@ def test_the_command_prints_a_digest_and_verifies_it(
         (("verify", "--run", "run", "--head", "run/00000001"), "not the digest of a commit"),
         (("verify", "--head", "0" * 64), "give --run too"),
         (("head", "--run", "run@9"), "the object does not exist"),
-        (("head",), "which run?"),
+        (("head",), "no run given"),
     ],
 )
 def test_wrong_usage_is_named(
@@ -522,67 +455,3 @@ def test_scores_of_a_filter_first_weights_and_opened_gates_are_fixed(local_files
     assert set(made.records) == {"branches/run/config.json", gate, *named}
     assert set(made.leaves) == {node_path(Stage.CHECKPOINT, weights.digest)}
     assert made.parent_sha256 == made.records["branches/run/config.json"]
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> tuple[Path, Path]:
-    """Files of a private and a public key."""
-    private = Ed25519PrivateKey.generate()
-    data = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    for name, pem in (("private.pem", data), ("public.pem", public)):
-        (tmp_path / name).write_bytes(pem)
-    return tmp_path / "private.pem", tmp_path / "public.pem"
-
-
-def test_a_signed_commit_replaces_a_held_digest(
-    root: Path,
-    keys: tuple[Path, Path],
-    tool: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-):
-    verify = ("verify", "--run", "run", "--public-key", str(keys[1]))
-    assert tool(*verify) == 1
-    assert "no commit of the history is signed with this key" in capsys.readouterr().out
-    files = Files(root)
-    held = head(Files(root), 2)
-    for _ in range(2):
-        SigningKey(keys[0]).sign(files, "run", 2, held)
-    assert tool(*verify) == 0
-    assert f"run/00000002 has the digest {held}: it proves 3 commits" in capsys.readouterr().out
-    forger = Forger(root)
-    forger.edit_table(1, Stage.REWARD, lambda rows: rows[0].update(reward=0.0))
-    forger.save(rechain=True)
-    assert tool(*verify) == 1
-    assert held in capsys.readouterr().out
-    path = signature_path("run", 2)
-    forger = Forger(root)
-    forger.records[path]["commit"] = head(Files(root), 2)
-    forger.save(rechain=True)
-    assert tool(*verify) == 1
-    assert "the signature is invalid" in capsys.readouterr().out
-
-
-def test_an_unusable_key_is_named(
-    tmp_path: Path,
-    keys: tuple[Path, Path],
-    tool: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    assert SigningKey.of_environment() is None
-    for file in (tmp_path / "nothing", keys[1], tmp_path):
-        monkeypatch.setenv("RLPIPE_SIGNING_KEY", str(file))
-        with pytest.raises(ConfigError, match="RLPIPE_SIGNING_KEY"):
-            SigningKey.of_environment()
-    assert tool("verify", "--run", "run", "--public-key", str(keys[0])) == 2
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.serialization", None)
-    with pytest.raises(ConfigError, match="pip install cryptography"):
-        SigningKey(keys[0])
-
-
-def test_a_signature_under_another_name_is_named(root: Path, keys: tuple[Path, Path]):
-    files = Files(root)
-    SigningKey(keys[0]).sign(files, "run", 2, head(files, 2))
-    files.create(signature_path("run", 1), files.read(signature_path("run", 2)))
-    report = check_store(files, "run", signed_by=PublicKey(keys[1]))
-    assert ["the signature belongs to another commit" in one for one in said(report)] == [True]
