@@ -1,8 +1,8 @@
 """Read the history of a run from its branch, for the summary and the report.
 
-`HistoryReader.read` returns the `RunHistory` that `rlpipe.observe.run_report` draws. Everything comes
-from the records, also for a run that was stopped and resumed, except the wall times in
-`timing.jsonl` beside the report.
+`HistoryReader.read` returns the `RunHistory` that `rlpipe.observe.run_report` draws. Everything
+comes from the records, also for a run that was stopped and resumed, except the wall times in
+`timing.jsonl` in the folder of the report.
 """
 
 from __future__ import annotations
