@@ -1,9 +1,10 @@
 """The store: immutable objects, each written once, and the records that describe them.
 
 Modules from the lowest layer up: `objects` (the first writer of a name wins, on disk or in S3),
-`records` (sealed JSON), `parquet` (Arrow tables and shards), `plans`, `nodes`, `chain` (a commit
-fixes everything below it), `branches`, `epochs` (one driver a branch), `tables`, then `gc` and
-`audit` over all of them. `run_file` is outside the store: it names the store of a run.
+`records` (sealed JSON), `columns` (the list of all columns), `parquet` (Arrow tables and shards),
+`plans`, `nodes`, `chain` (a commit fixes everything below it), `branches`, `epochs` (one driver a
+branch), `tables`, then `gc` and `audit` over all of them. `run_file` is outside the store: it names
+the store of a run.
 
     branches/<branch>/config.json, %08d.json      configuration of a run; its commits
     branches/<branch>/receipts/%08d.json          receipts of the commits

@@ -58,6 +58,7 @@ def encode(table: pa.Table) -> bytes:
         raise ValueError(f"not one of the store's tables: {table.schema.names}")
     buffer = io.BytesIO()
     options = WRITE_OPTIONS[schema.metadata[KIND]]
+    # In memory: an exception in a streaming write would publish a truncated object.
     pq.write_table(table, buffer, row_group_size=ROW_GROUP_ROWS, **options)
     return buffer.getvalue()
 
@@ -82,6 +83,7 @@ def decode(data: bytes, where: str, names: Sequence[str] | None = None) -> pa.Ta
         wanted = schema.names if names is None else with_companions(schema, set(names))
         stored = file.read(columns=[name for name in wanted if name in found.names])
         table = _completed(stored, schema, wanted)
+        # Offsets of a damaged file may point outside the values, and would crash later code.
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ObjectCorrupt("not a readable Parquet file", where=where, found=error) from error

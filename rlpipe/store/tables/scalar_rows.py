@@ -124,7 +124,7 @@ def _sample_table(files: Files, commit: Commit, nodes: dict[Stage, Node]) -> pa.
         "prompt": [prompt_name(prompt) for prompt in stored["prompt"].to_pylist()],
         "prompt_tokens": _lengths(stored, "prompt_ids"),
         "response_tokens": _lengths(stored, "response_ids"),
-        **_fates(commit, rollout, keys, stored),
+        **_outcomes(commit, rollout, keys, stored),
         **_reward_columns(_rewards(files, nodes.get(Stage.REWARD)), keys, stored),
         **_batch_columns(_batch(files, nodes.get(Stage.ADVANTAGE)), keys),
         **_version_columns(commit, stored),
@@ -140,7 +140,7 @@ def _sample_table(files: Files, commit: Commit, nodes: dict[Stage, Node]) -> pa.
     return pa.table(arrays, schema=SAMPLES)
 
 
-def _fates(
+def _outcomes(
     commit: Commit, rollout: Node, keys: list[Key], stored: pa.Table
 ) -> dict[str, list[bool] | list[str | None]]:
     accepted = set(rollout.outputs.get("accepted", ()))
@@ -149,6 +149,7 @@ def _fates(
     return {
         "accepted": [group in accepted for group, _ in keys],
         "trained": [group in trained for group, _ in keys],
+        # The commit also has the drops of the advantage stage, which come after the shard.
         "drop_reason": [
             commit.dropped.get(group) or reason
             for (group, _), reason in zip(keys, reasons, strict=True)
@@ -203,11 +204,11 @@ def _batch(files: Files, advantage: Node | None) -> dict[Key, BatchScalars]:
     table = read_rows(files, advantage.files, BATCH_COLUMNS)
     mask, offsets = ragged(table["loss_mask"])
     advantages = _response_values(table, "advantages")
-    behaviour = _response_values(table, "rollout_log_probs")
-    proximal = _response_values(table, "proximal_log_probs")
+    rollout_log_probs = _response_values(table, "rollout_log_probs")
+    proximal_log_probs = _response_values(table, "proximal_log_probs")
     difference = None
-    if behaviour is not None and proximal is not None:
-        difference = np.abs(behaviour - proximal)
+    if rollout_log_probs is not None and proximal_log_probs is not None:
+        difference = np.abs(rollout_log_probs - proximal_log_probs)
     keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
     return {
         key: BatchScalars(
@@ -220,6 +221,7 @@ def _batch(files: Files, advantage: Node | None) -> dict[Key, BatchScalars]:
 
 
 def _response_values(table: pa.Table, name: str) -> np.ndarray | None:
+    # A column of a batch is null in all rows or in none.
     return None if table[name].null_count else ragged(table[name])[0]
 
 

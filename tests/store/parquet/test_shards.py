@@ -1,4 +1,4 @@
-"""Shards of finished groups: adopted once, verified always."""
+"""Shards of finished groups: each group is adopted once, and each shard is verified."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_the_same_shard_written_twice_is_one_shard(local_files: Files):
     assert len(local_files.list("g")) == 1
 
 
-def test_a_flipped_byte_in_a_shard_is_found_by_name_and_by_record(local_files: Files):
+def test_a_flipped_byte_in_a_shard_is_found_with_its_name_and_with_its_record(local_files: Files):
     record = ShardWriter(local_files, "g", 0).write([group("one")])
     path = on_disk(local_files, record.path)
     data = bytearray(path.read_bytes())
     for position in (5, len(data) // 2, len(data) - 6):
         data[position] ^= 1
         path.write_bytes(data)
-        with pytest.raises(ObjectCorrupt, match="not what its name says") as caught:
+        with pytest.raises(ObjectCorrupt, match="do not match its name") as caught:
             adopt(local_files, "g")
         assert caught.value.where == local_files.url(record.path)
         with pytest.raises(ObjectCorrupt, match="not the bytes that were written"):
@@ -81,11 +81,11 @@ def test_a_missing_shard_is_named(local_files: Files):
 
 def test_a_wrong_number_of_rows_is_named(local_files: Files):
     record = ShardWriter(local_files, "g", 0).write([group("one")])
-    with pytest.raises(ObjectCorrupt, match="not the recorded number of rows"):
+    with pytest.raises(ObjectCorrupt, match="another number of rows than recorded"):
         read_rows(local_files, [record.model_copy(update={"rows": 3})])
 
 
-def test_a_group_of_two_ids_is_refused(local_files: Files):
+def test_a_group_with_two_ids_is_refused(local_files: Files):
     with pytest.raises(DataError, match="one group_id"):
         ShardWriter(local_files, "g", 0).write([[sample("a", 0), sample("b", 0)]])
     with pytest.raises(DataError, match="one group_id"):
@@ -95,12 +95,12 @@ def test_a_group_of_two_ids_is_refused(local_files: Files):
     assert local_files.list() == []
 
 
-def test_batch_rows_of_several_files_are_joined_and_never_silently_dropped(local_files: Files):
+def test_batch_rows_of_several_files_are_joined_and_never_dropped(local_files: Files):
     first = write_table(local_files, "data/advantage/d", "batch", batch_table(["a"]))
     second = write_table(local_files, "data/advantage/d", "batch", batch_table(["b"]))
     table = read_rows(local_files, [first, second], ["prompt_len", "group_id"])
     assert table.to_pydict() == {"prompt_len": [2] * 4, "group_id": ["a", "a", "b", "b"]}
-    with pytest.raises(ObjectCorrupt, match="in two files of one node"):
+    with pytest.raises(ObjectCorrupt, match="two files of one node have the same row"):
         read_rows(local_files, [first, first])
     with pytest.raises(ValueError, match="no rows"):
         read_rows(local_files, [])
