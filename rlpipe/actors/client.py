@@ -39,6 +39,7 @@ class _DriverHandle:
         self._driver = driver
         self._actor = actor
         self._name = name
+        # A handle belongs to the Ray in which it was found, not to the one that replaces it.
         self._ray = ray_watch.current()
 
     async def _call(self, method: str, deadline_s: float, *arguments: Any, **keywords: Any) -> Any:
@@ -57,6 +58,7 @@ class RemoteTrainer(_DriverHandle):
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
         """Call a method of `TrainerRank` on all ranks; return their answers in order of rank."""
+        # Twice: a call may wait for the call of another driver, and has the deadline for itself.
         return await self._call("collective", 2 * deadline_s, method, deadline_s, arguments)
 
     async def holds(self, state: str) -> bool:
@@ -71,6 +73,7 @@ class RemoteTrainer(_DriverHandle):
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
         """Make the ranks hold the end of a lineage, as `TrainerGroup.ensure`."""
+        # Three times: wait for another call, restart the ranks, restore.
         return await self._call("ensure", 3 * deadline_s, lineage, deadline_s)
 
 
@@ -118,6 +121,7 @@ class Cluster(_DriverHandle):
         self.has_engines = config.needs_engines
         self.shares_gpus = config.resources.colocate
         self._config = config
+        # A switch waits for the call that uses the trainer, then releases and allocates memory.
         self._switch_s = config.train.timeout_s + 2 * config.resources.start_timeout_s
         self.trainer = RemoteTrainer(driver, conductor)
         self.generator = RemoteGenerator(driver, generator, "generator")
@@ -160,6 +164,7 @@ class Cluster(_DriverHandle):
             if await asyncio.to_thread(_has_conductor, self._config):
                 raise
             await asyncio.to_thread(_end_without_conductor, self._config)
+        # not in `Conductor.close`: a conductor that ends itself could not answer the call
         kill_actors([self._actor])
 
 
@@ -171,6 +176,7 @@ async def open_cluster(
     Raises: as `Conductor.open`.
     """
     namespace = named.namespace(config.cluster)
+    # Idempotent: an iteration in a process that already is a driver keeps its connection.
     connect(config.resources, home, namespace=namespace)
     await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
@@ -190,6 +196,7 @@ async def _open_conductor(driver: Driver, spec: ClusterSpec) -> ActorHandle:
         conductor,
         conductor.open.remote(driver, spec),
         where="conductor.open",
+        # generator, trainer and engines each have the timeout for themselves
         deadline_s=3 * spec.config.resources.start_timeout_s,
     )
     return conductor

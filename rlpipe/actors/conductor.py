@@ -52,7 +52,7 @@ class Conductor:
         cwd: str,
         actors: Callable[[str, ResourcesConfig, str], NamedActors] = NamedActors,
     ) -> None:
-        os.chdir(cwd)
+        os.chdir(cwd)  # hooks and models are given relative to the driver's directory
         self._make_actors = actors
         self._cluster = cluster
         self._cwd = cwd
@@ -78,6 +78,7 @@ class Conductor:
             known = self._state.spec
             fleet = self._state.fleet
             if fleet is not None and (known is None or known.branch != spec.branch):
+                # otherwise a restarted engine would get the weights of the other run
                 fleet.forget_weights()
             actors = await self._actors_of(spec.config.resources)
             self._update_sharing(spec)
@@ -101,6 +102,7 @@ class Conductor:
     ) -> list[Any]:
         """Call all ranks, as `TrainerGroup.call`, once no other call runs."""
         async with self._trainer_for(driver, method, deadline_s) as trainer:
+            # other methods use no GPU memory, and must not interrupt a phase
             if method in PHASE_OF:
                 await self._state.enter(PHASE_OF[method])
             return await trainer.call(method, deadline_s=deadline_s, **arguments)
@@ -123,6 +125,7 @@ class Conductor:
     ) -> dict[str, Any] | None:
         """Make the trainer hold the end of a lineage, as `TrainerGroup.ensure`."""
         async with self._trainer_for(driver, "ensure", deadline_s) as trainer:
+            # Enter the phase only for a restore: a held state needs no memory.
             if self._state.sharing.active and await trainer.held() != lineage.target:
                 await self._state.enter("train")
             return await trainer.ensure(lineage, deadline_s=deadline_s)
@@ -173,10 +176,11 @@ class Conductor:
         """
         if driver is not None:
             self._require_driver(driver)
-        await self._close_fleet()
+        await self._close_fleet()  # first: supervisors would restart the engines
         if self._actors is not None:
             await asyncio.to_thread(kill_actors, await asyncio.to_thread(self._actors.all_actors))
             await asyncio.to_thread(self._actors.placement.remove)
+        # Forget handles of killed actors: the next `open` finds or starts others.
         self._driver = None
         self._set_up = None
         self._state.spec = None
@@ -201,7 +205,7 @@ class Conductor:
                     found=f"run {current.run} in epoch {current.epoch}, at work",
                     do="wait until it ends, or use other actors here: resources.cluster=NAME",
                 )
-            current = None
+            current = None  # epochs of two runs are not comparable
         if current is None or current.epoch <= driver.epoch:
             self._driver = driver
         self._require_driver(driver)
@@ -250,7 +254,7 @@ class Conductor:
                 release=lambda: self._requests(config).release(),
                 trace=trace,
             )
-            sharing.now = state.sharing.now
+            sharing.now = state.sharing.now  # the memory is still as in that phase
             state.sharing = sharing
             if state.fleet is not None:
                 state.fleet.use_sharing(sharing)
@@ -271,6 +275,7 @@ class Conductor:
         if state.trainer.taken and engines_are_up and self._set_up == wanted:
             return
         async with state.trainer.exclusive("open", state.trainer_timeout_s) as trainer:
+            # Engines that have just started use all of their memory.
             if not engines_are_up:
                 await state.enter("start")
             if not await trainer.is_up(wanted):
@@ -290,7 +295,7 @@ class Conductor:
             await self._set_up_trainer(trainer, wanted)
 
     async def _set_up_trainer(self, trainer: TrainerGroup, wanted: TrainerSpec) -> None:
-        self._set_up = None
+        self._set_up = None  # stays None if the set-up fails
         await trainer.setup(wanted)
         self._set_up = wanted
 
@@ -347,6 +352,7 @@ class Conductor:
         engines = await asyncio.to_thread(
             SupervisedEngine.all_of, spec.config.resources, actors.engine
         )
+        # in a thread: the lookup runs tasks in the bundles and waits for them
         devices = await asyncio.to_thread(actors.placement.engine_devices)
         fleet = Fleet(
             engines,
@@ -360,9 +366,10 @@ class Conductor:
         )
         try:
             await fleet.open()
+            # Responses in place continue over a push, so each token needs its weight version.
             if spec.config.sync.in_flight == "in_place":
                 await fleet.require_spans()
-        except BaseException:
+        except BaseException:  # also a cancelled `open` must leave no supervisors
             await fleet.close()
             raise
         self._state.fleet = fleet

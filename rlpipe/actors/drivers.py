@@ -82,12 +82,14 @@ class IdleWatch:
 
     async def _watch(self, spec: ClusterSpec, epoch: int, keep_s: float) -> None:
         run = spec.config.run
+        # short in tests, where keep_idle_s is below a second
         interval_s = min(keep_s, CHECK_INTERVAL_S)
         while True:
             await asyncio.sleep(interval_s)
             try:
                 if self._remaining_s(interval_s) > 0:
                     continue
+                # A long train step makes no calls; the lease in the store shows that it is driven.
                 if await asyncio.to_thread(is_driven, spec.store_root, run, epoch=epoch):
                     self.called()
                 elif self._remaining_s(keep_s) <= 0:
@@ -98,7 +100,8 @@ class IdleWatch:
                     )
                     await self._end_all()
                     return
-            except Exception as error:  # noqa: BLE001 - no caller receives it; the next check tries again
+            # No caller receives an error of this task; the next check tries again.
+            except Exception as error:  # noqa: BLE001
                 if self._remaining_s(keep_s) <= 0:
                     _log(
                         spec,
@@ -111,6 +114,7 @@ class IdleWatch:
             await self._end_actors()
         await asyncio.sleep(0)  # lets a waiting `open` take the lock
         if not self._open_lock.locked() and ray.get_runtime_context().get_actor_id() is not None:
+            # no actor id: a test runs the conductor in its own process
             ray.kill(ray.get_runtime_context().current_actor)
 
 

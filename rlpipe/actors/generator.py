@@ -131,6 +131,7 @@ class Generator:
         next iteration if `static`; otherwise the outputs of the rollout have the state.
         """
         self._require(driver)
+        # in a thread: it reads prompts and writes to the store
         part = await asyncio.to_thread(self._planner.part, iteration, state, 0)
         return {
             "plan": part.digest,
@@ -152,6 +153,7 @@ class Generator:
         parts = await asyncio.to_thread(self._planner.parts, plan)
         rows = StoredRows(self._files)
         iteration = parts[0].plan.iteration
+        # a loop: a third attempt may have started while the second one ended
         while iteration in self._running:
             await self.abandon(driver, iteration)
         self._require(driver)  # a newer driver may have come during the waits
@@ -164,6 +166,7 @@ class Generator:
                 "the rollout was abandoned", where=f"generator.rollout {iteration}"
             ) from error
         finally:
+            # a later attempt may have replaced the entry
             if self._running.get(iteration) is task:
                 del self._running[iteration]
                 self._progress.pop(iteration, None)
@@ -251,6 +254,7 @@ class Generator:
                 generate,
                 rows,
                 judge=GroupJudge(),
+                # its own slots: an evaluation does not wait behind the groups of a rollout
                 slots=asyncio.Semaphore(self._groups_at_once(context.rollout)),
             )
         return rows.samples, sampling_outputs(result)
@@ -297,6 +301,7 @@ class Generator:
             async_buffer_size=config.async_buffer_size,
             model_context_len=prompt_context_len(config.rollout, self._model_config),
         )
+        # All prompts now, so that an error names file and line before the first rollout.
         self._source.check()
         self._overlong = {"data.prompts": self._source.overlong}
         self._held_out = {
@@ -316,7 +321,7 @@ class Generator:
             load_filter(filter_path, args) if filter_path else None, reward, args
         )
         self._finished_hooks = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
-        self._spec = spec
+        self._spec = spec  # last: after an error the next set-up loads everything again
 
     def _create_planner(self, config: RunConfig) -> Planner:
         rollout = config.rollout

@@ -124,6 +124,7 @@ class GpuSharing:
     @property
     def startable(self) -> bool:
         """True if the trainer's memory leaves room to start an engine."""
+        # A trainer that never releases memory was there when the engines first started.
         if self._resources is None or not self._resources.trainer_sleeps:
             return True
         return self.now is not None and not self.memory(self.now).trainer
@@ -153,6 +154,7 @@ class GpuSharing:
             before = self.now
             self.now = None  # stays None if the switch fails: the memory is then unknown
             start = time.perf_counter()
+            # A repeated phase is neither traced nor logged: it only corrects restarted processes.
             with self._traced(phase) if before != phase else contextlib.nullcontext():
                 reports = await self._switch(phase, trainer, engines)
             self.now = phase
@@ -166,10 +168,12 @@ class GpuSharing:
     ) -> list[dict[str, float]]:
         assert self._resources is not None
         wanted = self.memory(phase)
+        # Hold requests before memory is released: a request to such an engine would fail.
         if phase != "sample" and self._hold is not None and engines is not None:
             await self._hold()
         if engines is not None:
             await engines.release_memory(wanted.engines)
+        # `occupy` both releases and allocates, so it runs between the two calls of the engines.
         reports: list[dict[str, float]] = []
         if trainer is not None:
             deadline_s = self._resources.start_timeout_s
@@ -189,7 +193,7 @@ class GpuSharing:
         if self._resources is None:
             yield PhaseMemory(TRAINER_PARTS, ENGINE_PARTS)
             return
-        async with self._switching:
+        async with self._switching:  # the start of an engine must not overlap with a switch
             yield self.memory(self.now) if self.now is not None and self.startable else None
 
     def take_log(self) -> list[dict[str, Any]]:

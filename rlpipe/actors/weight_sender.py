@@ -80,6 +80,7 @@ class RequestHold:
         Requests in flight end before: they finish (`sync.in_flight` drain), or are aborted.
         """
         mode = "drain" if self._config.sync.in_flight == "drain" else "abort"
+        # The hold expires if the conductor dies before the release.
         await self._hold(mode, self._config.orchestration.timeout_s)
 
     async def release(self) -> None:
@@ -98,6 +99,7 @@ class RequestHold:
                 await self._release()
 
     async def _hold(self, mode: str, expires_s: float) -> None:
+        # A drain waits for requests in flight, which have this deadline themselves.
         drain_s = self._config.engine.request_timeout_s
         hold = self._generator.hold.remote(mode, deadline_s=drain_s, expires_s=expires_s)
         with suppress(ActorLost):
@@ -119,6 +121,7 @@ class WeightSender:
     async def can_send(self, weights: Weights) -> bool:
         """True if `send` would neither wait for the trainer nor interrupt its phase."""
         state = self._state
+        # In other phases a push would take the memory of the trainer's work.
         if state.spec is None or not state.sharing.sampling:
             return False
         if state.config.sync.through_files and await self._files().is_written(weights):
@@ -156,6 +159,7 @@ class WeightSender:
                     places=self._shared_ranks(urls),
                     deadline_s=config.sync.timeout_s + CALL_TIMEOUT_S,
                 )
+                # rank 0 talked to the engines and knows which ones got the weights
                 await to.end(answers[0]["unknown"])
         return answers[0]
 
@@ -184,10 +188,12 @@ class WeightSender:
         state = self._state
         timeout_s = config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s
         async with state.trainer.exclusive("push", timeout_s) as trainer:
+            # None: the ranks hold nothing, so a restore takes no weights from another stage.
             if not force and await trainer.held() not in (weights.digest, None):
                 yield None
                 return
             async with self._sampling_resumed():
+                # A restore trains batches, which needs more memory than a push.
                 if state.sharing.active and await trainer.held() != weights.lineage.target:
                     await state.enter("train")
                 await _restore(trainer, weights, config)

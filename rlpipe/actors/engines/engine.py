@@ -109,7 +109,7 @@ class EngineActor:
     """
 
     def __init__(self, number: int, cwd: str, node: int = 0) -> None:
-        os.chdir(cwd)
+        os.chdir(cwd)  # model directories are given relative to the driver's directory
         self.number = number
         self.node = node
         self._spec: EngineSpec | None = None
@@ -135,11 +135,11 @@ class EngineActor:
         """
         if self._server is not None and self._met_at == rendezvous and self._is_up(spec):
             return self._server.url
-        self.stop()
+        self.stop()  # also a server of another spec, which would keep the GPU
         self._spec = spec
         self._met_at = rendezvous
         self._unknown = True
-        self._in_memory = set(MEMORY_TAGS)
+        self._in_memory = set(MEMORY_TAGS)  # a new server has allocated everything
         self._server = self._create_server(spec)
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
@@ -159,6 +159,7 @@ class EngineActor:
         if nodes > 1:
             assert self._met_at is not None, "servers of several nodes need a rendezvous"
             part = Part(self.node, nodes, self._met_at)
+        # Only the server on node 0 gets requests from other machines.
         if self.node == 0:
             engine = _with_host(spec.engine)
         else:
@@ -174,6 +175,7 @@ class EngineActor:
             dtype=spec.dtype,
             port=None,
             log_path=Path(spec.logs) / f"engine-{self.number}{suffix}.log",
+            # otherwise two engines would sample the same tokens for the same prompt
             seed=spec.seed + self.number,
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
@@ -245,6 +247,7 @@ class EngineActor:
         if released and self._server is not None and self._server.alive:
             self._unknown = self._unknown or "weights" in released
             asyncio.run(_release_memory(self._server.url, sorted(released)))
+            # after the call: if it fails, the next one releases the same parts again
             self._in_memory -= released
 
     def resume_memory(self, tags: Collection[MemoryTag]) -> None:
@@ -255,6 +258,7 @@ class EngineActor:
         """
         missing = set(tags) - self._in_memory
         if missing and self._server is not None and self._server.alive:
+            # With unknown weights the push that follows resumes the server.
             samples = not self._unknown and self._in_memory | missing == set(MEMORY_TAGS)
             asyncio.run(_resume_memory(self._server.url, sorted(missing), samples=samples))
             self._in_memory |= missing
@@ -293,7 +297,7 @@ class RouterActor:
         if self._router is None or not self._router.alive or self._config != engine:
             self.stop()
             checked_config = self._config
-            self._config = None
+            self._config = None  # stays None if the start fails
             self._router = self._create_router(engine, logs)
             self._router.start()
             self._router.wait_ready(resources.start_timeout_s)
@@ -307,6 +311,7 @@ class RouterActor:
     def _create_router(self, engine: EngineConfig, logs: str) -> Router | ExternalRouter:
         if engine.router_url is not None:
             return ExternalRouter(engine.router_url)
+        # the same port as before a death: clients know this address
         port = self._router.port if self._router is not None else None
         return Router(_with_host(engine), port=port, log_path=Path(logs) / "router.log")
 
@@ -342,6 +347,7 @@ def _with_host(engine: EngineConfig) -> EngineConfig:
 
 async def _release_memory(url: str, tags: Collection[MemoryTag]) -> None:
     async with Engine(url, deadline_s=MEMORY_TIMEOUT_S) as engine:
+        # SGLang releases its KV cache only while no request uses it.
         await engine.pause("abort")
         await engine.flush()
         await engine.release_memory(tuple(tags))

@@ -145,6 +145,7 @@ class Fleet:
         admitted = await self.router.check()
         for engine in self.engines:
             await engine.check()
+            # A new conductor finds engines that are admitted already.
             engine.admitted = engine.url is not None and engine.url in (admitted or ())
         self._supervisors = [
             asyncio.create_task(self._supervise(engine)) for engine in self.engines
@@ -196,6 +197,7 @@ class Fleet:
 
     async def release_memory(self, keep: Collection[str]) -> None:
         """Release all GPU memory of all engines except `keep`. End an engine that fails."""
+        # Keeping all parts interrupts nothing.
         if set(keep) != set(ENGINE_PARTS):
             self._interruptions += 1
         await asyncio.gather(
@@ -255,7 +257,8 @@ class Fleet:
                 await self._check_engine(engine)
                 engine.failures = 0
                 engine.trouble = None
-            except Exception as error:  # noqa: BLE001 - a supervisor survives any error of its engine or Ray
+            # A supervisor survives any error of its engine or of Ray.
+            except Exception as error:  # noqa: BLE001
                 engine.failures += 1
                 if engine.failures >= max_failed_checks(self.spec):
                     engine.trouble = error
@@ -268,6 +271,7 @@ class Fleet:
                     return
                 await engine.start(self.spec, self.start_timeout_s)
                 await engine.check()
+                # A new server uses all memory; release what this phase does not allow.
                 await engine.set_memory("release_memory", parts.engines)
         elif self._is_test_due(engine):
             interruptions = self._interruptions
@@ -279,6 +283,7 @@ class Fleet:
         weights = self.weights
         if weights is None or (engine.stamp in self._acceptable and engine.admitted):
             return
+        # An engine with acceptable weights only needs its admission, and no trainer.
         if engine.stamp in self._acceptable or await self._can_send(weights):
             async with self._pushing:
                 await self._push_locked([engine], force=False)
@@ -294,7 +299,8 @@ class Fleet:
                 admitted = await self.router.check()
                 if admitted is None:
                     await self._start_router()
-                    admitted = []
+                    admitted = []  # a new router has no engines
+                # The router decides: it may have been restarted without an engine.
                 for engine in self.engines:
                     engine.admitted = engine.admitted and engine.url in admitted
                 gone = sorted(set(admitted) - {engine.url for engine in self.engines})
@@ -377,6 +383,7 @@ class Fleet:
         async def begin(urls: Sequence[str]) -> list[str]:
             self._interruptions += 1
             engines = self._with_urls(urls)
+            # From here on the weights are unknown, also if this process is cancelled.
             for engine in engines:
                 engine.stamp = None
             marked = await self._mark(engines, unknown=True)
@@ -391,6 +398,7 @@ class Fleet:
 
         async def end(unknown: Mapping[str, str]) -> None:
             await self._exclude(self._with_urls(unknown))
+            # An engine that restarted during the push has another URL and is not among them.
             reached = [engine for engine in self._with_urls(begun) if engine.url not in unknown]
             arrived.extend(await self._mark(reached, unknown=False))
             for engine in arrived:
@@ -463,7 +471,7 @@ class Fleet:
         """
         urls = [engine.url for engine in engines if engine.url]
         if urls:
-            with suppress(RlpipeError):
+            with suppress(RlpipeError):  # a router that is down routes nothing
                 await self.router.remove(urls)
         await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
 

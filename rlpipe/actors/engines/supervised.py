@@ -83,6 +83,7 @@ class SupervisedEngine:
             results = await asyncio.gather(*map(self._status, self._nodes), return_exceptions=True)
             statuses = [_raise_if_error(result) for result in results]
         alive = [status["alive"] for status in statuses]
+        # During a start the servers come up one after the other.
         if any(alive) and not all(alive) and not self.starting:
             with suppress(RlpipeError):  # the next check tries again
                 await self.stop()
@@ -105,6 +106,7 @@ class SupervisedEngine:
             url = await self._start_together(starts)
         finally:
             self.starting = False
+        # A server that was up already keeps its URL and its admission.
         self.admitted = self.admitted and url == self.url
         self.url = url
         self.tested_s = time.monotonic()
@@ -131,6 +133,7 @@ class SupervisedEngine:
 
     async def stop(self) -> None:
         """End the servers; the supervisor starts others."""
+        # before the calls, so that no push begins with this engine meanwhile
         self.url = None
         self.stamp = None
         self.admitted = False
@@ -152,11 +155,13 @@ class SupervisedEngine:
         except RlpipeError:
             with suppress(RlpipeError):
                 await self.stop()
+        # the fleet must not count the engine as current before its next push
         if method == "release_memory" and "weights" not in tags:
             self.stamp = None
 
     async def generates(self, timeout_s: float) -> bool:
         """True if the engine generates a token within this time."""
+        # before the call: a test that hangs must not be repeated at every check
         self.tested_s = time.monotonic()
         return await self._call("generates", timeout_s + CALL_TIMEOUT_S, timeout_s)
 
@@ -191,6 +196,7 @@ class SupervisedEngine:
         if len(set(met)) == 1 and met[0] is not None:
             return met[0]
         await self.stop()
+        # A new port: processes of the ended servers may still use the earlier one.
         return await self._call("new_rendezvous", CALL_TIMEOUT_S)
 
     async def _start_together(self, starts: list[Any]) -> str:

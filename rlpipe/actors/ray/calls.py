@@ -46,6 +46,7 @@ async def gather(refs: Sequence[ray.ObjectRef], *, where: str, deadline_s: float
             expected=f"within {deadline_s:g} s",
         ) from error
     finally:
+        # Cancelling the wait does not cancel the actor's method.
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
@@ -139,7 +140,9 @@ async def _result(ref: ray.ObjectRef, where: str) -> Any:
         cause = error.cause
         if isinstance(cause, RlpipeError):
             cause.add_note(f"raised in {where}")
+            # without Ray's wrapper, which repeats the message and the remote trace
             raise cause from None
+        # The class of a foreign error may not exist in this process; its text does.
         raise RlpipeError(
             f"{type(cause).__name__}: {cause}", where=where, found=_last_lines(str(error))
         ) from error

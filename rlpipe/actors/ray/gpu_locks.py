@@ -56,6 +56,7 @@ async def hold(gpus: Sequence[str], *, owner: str, timeout_s: float) -> None:
     try:
         # Compared each time: another flow of this process may release a GPU during the wait.
         while missing := sorted(set(gpus) - _HELD.keys()):
+            # in sorted order, so that two processes never wait for each other
             gpu = missing[0]
             if (other_owner := _lock(gpu, owner)) is None:
                 taken.append(gpu)
@@ -73,7 +74,7 @@ async def hold(gpus: Sequence[str], *, owner: str, timeout_s: float) -> None:
                 _LOG.warning("waiting for GPU %s, which is another run's: %s", gpu, other_owner)
                 warned.add(gpu)
             await asyncio.sleep(_POLL_S)
-    except BaseException:
+    except BaseException:  # also a cancelled wait
         release(taken)
         raise
 
@@ -88,6 +89,7 @@ def release(gpus: Sequence[str] | None = None) -> None:
 def _lock(gpu: str, owner: str) -> str | None:
     """Lock a GPU if it is free. Return None on success, else its owner."""
     path = _path(gpu)
+    # "a+" does not truncate: the file may have the name of the current owner
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

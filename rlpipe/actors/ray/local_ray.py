@@ -60,6 +60,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     dead = _leave_dead()
     if ray.is_initialized():
         return
+    # before `ray.init`, and inherited by its processes
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment_address = os.environ.get("RAY_ADDRESS")
     # "local" is Ray's own name for a local cluster
@@ -98,6 +99,7 @@ def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
         namespace=namespace,
         num_cpus=num_cpus,
         include_dashboard=False,
+        # small: bulk data goes through the store, not through Ray
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(temporary_folder(home)),
     )
@@ -224,7 +226,7 @@ def disconnect() -> None:
         return
     ray_access.restore()
     _started_here.clear()
-    gpu_locks.release()
+    gpu_locks.release()  # last: the actors that used the GPUs have ended
 
 
 def temporary_folder(home: Path) -> Path:

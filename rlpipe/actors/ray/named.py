@@ -45,6 +45,7 @@ def conductor(cluster: str, cwd: str) -> ActorHandle:
 
         return Conductor
 
+    # no CPU: it only waits for other actors, and must start on a full cluster
     options = {"num_cpus": 0, "max_concurrency": CONDUCTOR_CALLS}
     return find_or_start(
         actor_class, CONDUCTOR, namespace(cluster), (cluster, cwd), lambda: options
@@ -78,6 +79,7 @@ class NamedActors:
         return self._running(lambda name: name != CONDUCTOR)
 
     def _of_other_layouts(self) -> list[ActorHandle]:
+        # conductor, generator and router belong to every layout
         own = {CONDUCTOR, GENERATOR, ROUTER, *self._rank_names, *self._engine_names}
         return self._running(lambda name: name not in own)
 

@@ -71,6 +71,7 @@ class Placement:
         """`cluster` None: unnamed groups that end with this process."""
         self.cluster = cluster
         self.resources = resources
+        # The cluster decides, not this machine: a driver may run on a node without GPUs.
         self.on_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self._shapes = group_shapes(resources)
         self._groups: dict[str, PlacementGroup] = {}
@@ -91,8 +92,10 @@ class Placement:
             use: self._create_group(use) for use in wanted if self._name(use) not in existing
         }
         self._groups |= {use: created.get(use) or existing[self._name(use)] for use in wanted}
+        # Ray may place a new group on other machines.
         for use in created:
             self._sorted_bundles.pop(use, None)
+        # A pending group of a killed process counts as new: it may never have had room.
         unplaced = [use for use in wanted if use in created or self._is_pending(use)]
         if others and not self._placed(unplaced, NEXT_TO_OTHERS_S) and self._fit(unplaced, others):
             kill_others()
@@ -100,6 +103,7 @@ class Placement:
             others = []
         if not self._placed(wanted, self.resources.start_timeout_s):
             error = self._no_room()
+            # placed groups of this layout stay: their actors may be alive
             _remove(self._groups.pop(use) for use in unplaced)
             raise error
         kill_others()
@@ -140,6 +144,7 @@ class Placement:
         """
         width = self.resources.engine_gpus_per_node
         server = number * self.resources.engine_nodes + node
+        # the actor of an external server only sends HTTP requests
         if self.resources.external_engines:
             return {"num_cpus": 0}
         if self.resources.colocate:
@@ -152,6 +157,7 @@ class Placement:
 
         None: a server sees the GPUs of its actor. Raises: as `server_devices`.
         """
+        # A colocated actor has a share of one GPU, but its server uses the GPUs of several bundles.
         if not (self.on_gpus and self.resources.colocate):
             return None
         gpus = [(bundle.machine, bundle.device) for bundle in self._bundles("shared")]
@@ -195,6 +201,7 @@ class Placement:
         if self.cluster is not None:
             options = {"name": self._name(use), "lifetime": "detached"}
         bundles = [{self._kind: float(width)}] * num_bundles
+        # PACK places as many bundles as possible on one node
         return placement_group(bundles, strategy="PACK", **options)
 
     def _placed(self, uses: Iterable[str], timeout_s: float) -> bool:

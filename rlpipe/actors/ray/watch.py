@@ -59,6 +59,7 @@ class RayWatch:
         self._stopped = threading.Event()
         self._why: str | None = None
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        # A thread: the event loop of a flow may be blocked in a call to the dead Ray.
         self._thread = threading.Thread(target=self._run, name="Ray watch", daemon=True)
         self._thread.start()
 
@@ -101,6 +102,7 @@ class RayWatch:
     def _run(self) -> None:
         while not self._stopped.wait(CHECK_INTERVAL_S):
             if why := self._check():
+                # first the waiting calls: `leave` may take seconds
                 self._notify(why)
                 self._leave()
                 return
@@ -139,6 +141,7 @@ def watch_own() -> None:
         return ", ".join(f"its {name}: {ended_how(status)}" for name, status in ended) or None
 
     def leave() -> None:
+        # Ray leaves actors and the processes that they started running.
         end_workers(raylet)
         ray.shutdown()
 

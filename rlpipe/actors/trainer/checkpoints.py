@@ -104,6 +104,7 @@ def fetch_checkpoint(files: Files, node: Node, folder: Path, *, timeout_s: float
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as lock:
         _lock(lock, timeout_s, node)
+        # Megatron reads the version to load from this file
         (root / TRACKER).write_text(str(version))
         if not (root / name).is_dir():
             _download(files, node, root, name)
@@ -159,7 +160,7 @@ def _download(files: Files, node: Node, root: Path, name: str) -> None:
         for record in records:
             files.get_file(record.path, partial / Path(record.path).name, sha256=record.sha256)
         if records:
-            partial.rename(target)
+            partial.rename(target)  # atomic: readers see all files or none
 
 
 def _owner(name: str) -> int:

@@ -106,7 +106,7 @@ class TrainerGroup:
 
         Raises: ConfigError, TrainerError, DeadlineExceeded.
         """
-        self._spec = spec
+        self._spec = spec  # first: `ensure` sets restarted ranks up with it
         if self._broken or not await self._is_whole() or await self._has_other_arithmetic(spec):
             await self.restart()
         await self._call_each("setup", await self._setup_calls(spec), self._start_timeout_s)
@@ -159,6 +159,7 @@ class TrainerGroup:
         """
         assert self._spec is not None, "set up the group first"
         statuses = await self._statuses()
+        # Their optimizers have stepped, so loading weights would not give a first state.
         if any(status["held"] or status["dirty"] for status in statuses):
             await self.restart()
             await self.setup(self._spec)
@@ -195,6 +196,7 @@ class TrainerGroup:
         if self._broken or not await self._is_usable(fresh=lineage.base_stage is Stage.INIT):
             await self.restart()
             await self.setup(self._spec)
+        # the answers of all ranks are equal
         return (await self.call("restore", lineage=lineage, deadline_s=deadline_s))[0]
 
     async def _is_whole(self) -> bool:
@@ -245,6 +247,7 @@ class TrainerGroup:
         """
         for method in {status["busy"] for status in statuses} - {None}:
             received = {
+                # the count tells a rank that is done from one that has not received the call
                 (status["calls"].get(method, 0), status["failed"] == method)
                 for status in self._concerned(method, statuses)
             }
@@ -262,6 +265,7 @@ class TrainerGroup:
 
     async def restart(self) -> None:
         """Replace all ranks by blank ones."""
+        # all of them: survivors wait in a collective with the dead
         await asyncio.to_thread(self.kill)
         num_ranks = self.world_size + self.critic_ranks
         self.ranks = await asyncio.to_thread(

@@ -85,7 +85,7 @@ class Rank(ABC, Generic[E]):
     def __init__(self, rank: int, world_size: int, cwd: str, *, policy_ranks: int = 0) -> None:
         """`policy_ranks`: ranks of the trainer that precede this rank's world."""
         os.chdir(cwd)
-        use_sglang_nccl_settings()
+        use_sglang_nccl_settings()  # before torch.distributed starts NCCL
         self.rank = rank
         self.world_size = world_size
         self.number = policy_ranks + rank
@@ -191,6 +191,7 @@ class Rank(ABC, Generic[E]):
             self._load_init(self._nodes.get(Stage.INIT, lineage.base))
         else:
             self.fresh = False
+            # first: it overwrites the policy's weights
             self._load_reference(lineage)
             engine.load_checkpoint(self._fetched(lineage.base_stage, lineage.base))
         result = self._set_held(lineage.base_state, {"state_digest": engine.state_digest()})
@@ -220,6 +221,7 @@ class Rank(ABC, Generic[E]):
 
         Return `{"steps", "state_digest", "packing", "tokens", "machine", "seconds"}`.
         """
+        # a retry after a lost answer must not train the batch twice
         if self.held == key and not self.dirty:
             return self._result
         engine, spec = self._require(before)
@@ -228,6 +230,7 @@ class Rank(ABC, Generic[E]):
         columns = read_batch(self._files, batch)
         packing = self._recorded_packing(key) or self._plan_packing(columns)
         version = weight_version(self._nodes, before)
+        # before the first step: after a crash in the middle the state has no name
         self.dirty = True
         self.held = None
         self.fresh = False
@@ -325,6 +328,7 @@ class Rank(ABC, Generic[E]):
         if start_from is None:
             engine.load_hf()
         else:
+            # not the optimizer of the other branch
             engine.load_checkpoint(self._fetched(Stage.CHECKPOINT, start_from), weights_only=True)
 
     def _load_init(self, init: Node) -> None:

@@ -62,6 +62,7 @@ class TrainerRank(Rank[MegatronEngine]):
         batch = self._batch(before=before, version=version, **rows)
         with self._profiled("train_log_probs", version):
             columns = batch.columns if supervised else score_batch(engine, batch.columns, spec)
+        # all ranks have the same columns; one of them writes
         if self.rank != 0:
             return None
         if not supervised:
@@ -157,7 +158,7 @@ class TrainerRank(Rank[MegatronEngine]):
         """Leave all process groups, also those with engines. The actor can be set up again."""
         if self._pusher is not None:
             self._pusher.close()
-        self._pusher = None
+        self._pusher = None  # belongs to the engine that is closed
         super().close()
 
     def _create_engine(
@@ -195,6 +196,7 @@ class TrainerRank(Rank[MegatronEngine]):
             if checkpoint:
                 engine.load_reference(self._fetched(Stage.CHECKPOINT, checkpoint))
             else:
+                # the first reference is the model directory, which may have changed since
                 engine.load_hf()
                 check_first_weights(init, spec, "weights_digest", engine.weights_digest())
                 engine.keep_reference()

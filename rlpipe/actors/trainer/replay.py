@@ -115,7 +115,7 @@ async def replay(
         ) as trainer:
             await _SpanReplay(files, trainer, span, result, on_state).run()
         if not result.equal:
-            break
+            break  # later states follow from the different one
     return result
 
 
@@ -164,6 +164,7 @@ def _warm_start_spans(files: Files, root: Span) -> list[Span]:
         return []
     weights = nodes.get(Stage.CHECKPOINT, start_from).parents["weights"]
     made = state_node(nodes, weights)
+    # commits name the recorded state, and not the segment that replaced it
     recorded = made.parents["weights"] if made.stage is Stage.SEGMENT else weights
     commits = list(branches.walk(source.branch)) if source else []
     while commits and commits[0].nodes[Stage.TRAIN] != recorded:

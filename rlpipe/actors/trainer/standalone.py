@@ -39,6 +39,7 @@ async def standalone_trainer(
     connect(config.resources, home, namespace=f"rlpipe-{name}")
     await claim_gpus(config.resources, owner=f"{name}, of run {config.run}", engines=False)
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
+    # without a cluster name: the groups end with this process
     placement = Placement(None, config.resources)
     await asyncio.to_thread(lambda: placement.reserve(engines=False))
     make: Any = ray.remote

@@ -67,6 +67,7 @@ class TrainerStates:
         lineage = await asyncio.to_thread(
             lineage_to, nodes, state, self.init, ref_update_interval=self.ref_update_interval
         )
+        # The name of a segment is needed before the replay: ranks hold their state under it.
         inputs = segment_inputs(lineage.target, lineage.base, uuid4().hex[:12])
         if lineage.replay and not self.deterministic:
             lineage = replace(lineage, segment=inputs.digest)
@@ -77,6 +78,7 @@ class TrainerStates:
         if self.deterministic:
             raise replay_mismatch(restored)
         node = segment_node(nodes, inputs, restored, version=version, packages=self.packages)
+        # The checkpoint first: a segment without one could never be restored.
         await self.save(checkpoint_inputs(inputs.digest), inputs.digest, version)
         nodes.commit(node)
         pointer = Segments(self.files).record(
@@ -96,6 +98,7 @@ class TrainerStates:
         prefix = f"checkpoints/{self.branch}/iter_{version:07d}/{uuid4().hex[:12]}"
         deadline_s = self.checkpoint_timeout_s
         upload = Upload(prefix, inputs, {"version": version, **outputs})
+        # Twice the time: ranks first wait for the upload of the checkpoint before.
         await self.trainer.call(
             "save", held=held, version=version, upload=upload, deadline_s=2 * deadline_s
         )
