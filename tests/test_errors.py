@@ -1,5 +1,4 @@
-"""The exception tree: drawn as it is, readable, and the same on the other side of a process
-boundary (rlpipe.errors)."""
+"""The exception tree: its drawing, its messages, and pickling (rlpipe.errors)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ DETAILS = {"where": "train.optimizer.lr", "found": "-1", "expected": "at least 0
 
 
 def drawn() -> dict[str, str]:
-    """Class → the one above it, as the module's docstring draws them."""
+    """Return class → base class, as the module's docstring draws them."""
     parents: dict[str, str] = {}
     above: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -43,15 +42,14 @@ def drawn() -> dict[str, str]:
     return parents
 
 
-def test_the_drawing_is_the_tree():
+def test_the_drawn_tree_equals_the_classes():
     assert drawn() == {
         kind.__name__: kind.__mro__[1].__name__ for kind in TREE if kind is not RlpipeError
     }
 
 
 def test_every_error_of_the_tree_is_raised_somewhere():
-    """A name that nothing raises, and that no error raised is a kind of, promises what nobody
-    keeps."""
+    """Every class, or a subclass of it, is used outside of `errors`."""
     root = Path(errors.__file__).parents[1]
     sources = [
         path
@@ -73,7 +71,7 @@ def test_every_error_of_the_tree_is_raised_somewhere():
     assert unused == set()
 
 
-def test_an_error_says_where_what_was_found_what_was_expected_and_what_to_do():
+def test_a_message_gives_where_found_expected_and_what_to_do():
     assert str(ConfigError("not a learning rate", **DETAILS)).splitlines() == [
         "train.optimizer.lr: not a learning rate",
         "  found:    -1",
@@ -82,13 +80,13 @@ def test_an_error_says_where_what_was_found_what_was_expected_and_what_to_do():
     ]
 
 
-def test_what_an_error_does_not_know_it_does_not_say():
+def test_a_message_leaves_out_missing_details():
     assert str(DataError("no rows")) == "no rows"
     assert str(DataError("no rows", found=0)) == "no rows\n  found:    0"
 
 
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
-def test_an_error_survives_pickling_with_all_it_says(kind: type[RlpipeError]):
+def test_an_error_keeps_its_details_through_pickling(kind: type[RlpipeError]):
     error = kind("not a learning rate", **DETAILS)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
@@ -108,12 +106,12 @@ def test_an_error_survives_pickling_with_all_it_says(kind: type[RlpipeError]):
         (DeadlineExceeded, TimeoutError),
     ],
 )
-def test_input_errors_are_python_s_own_kinds_too(kind: type[RlpipeError], builtin: type[Exception]):
+def test_input_errors_are_also_built_in_errors(kind: type[RlpipeError], builtin: type[Exception]):
     with pytest.raises(builtin):
         raise kind("x")
 
 
-def test_one_clause_catches_all_that_the_store_says():
+def test_store_error_is_the_base_of_all_errors_of_the_store():
     assert {kind for kind in TREE if issubclass(kind, StoreError)} > {
         StoreError,
         StoreFull,

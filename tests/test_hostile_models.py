@@ -1,5 +1,4 @@
-"""Model directories and hook paths from anywhere: read as they are, or refused by an error that
-names file and value."""
+"""Damaged model directories and hook paths are refused with file and value."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def _model(folder: Path, config: str = '{"hidden_size": 8}', index: str | None =
         '{"vocab_size": true}',
     ],
 )
-def test_a_config_that_is_none_is_refused_before_anything_starts(config: str, tmp_path: Path):
+def test_a_damaged_config_is_refused(config: str, tmp_path: Path):
     source = HuggingFaceModel(type="huggingface", hf_checkpoint=str(_model(tmp_path / "m", config)))
     with pytest.raises(ConfigError, match=r"config\.json"):
         model_directory(ModelConfig(source=source), tmp_path, seed=0)
@@ -77,7 +76,7 @@ def test_a_config_that_is_none_is_refused_before_anything_starts(config: str, tm
         "a\\u0000.safetensors",
     ],
 )
-def test_an_index_never_leads_out_of_the_directory(name: str, tmp_path: Path):
+def test_an_index_cannot_name_files_outside_the_directory(name: str, tmp_path: Path):
     _model(tmp_path / "other")
     folder = _model(tmp_path / "m", index=f'{{"weight_map": {{"a": "{name}"}}}}')
     with pytest.raises(ConfigError, match="not an index"):
@@ -90,7 +89,7 @@ def test_an_index_never_leads_out_of_the_directory(name: str, tmp_path: Path):
     "index",
     ["", "[]", DEEP, "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 5}}'],
 )
-def test_an_index_that_is_none_is_refused(index: str, tmp_path: Path):
+def test_a_damaged_index_is_refused(index: str, tmp_path: Path):
     with pytest.raises(ConfigError):
         check_files(_model(tmp_path / "m", index=index), "model")
 
@@ -106,7 +105,7 @@ def _tampered(folder: Path, header: Any, data: bytes = bytes(40)) -> Path:
     value=JSON
     | st.sampled_from(["F64", "BF16", [2, 4], [2**62, 2**62], [24, 0], [0, 8], [16, 40], [-4, 24]]),
 )
-def test_a_header_that_lies_is_found_when_it_is_read(
+def test_a_wrong_header_is_detected_when_it_is_read(
     name: str, value: Any, tmp_path_factory: pytest.TempPathFactory
 ):
     header = copy.deepcopy(HEADER)
@@ -121,25 +120,25 @@ def test_a_header_that_lies_is_found_when_it_is_read(
 @pytest.mark.parametrize(
     "header", [b"", b"[]", DEEP.encode(), {"a": 5}, {"a": {"dtype": "F32", "shape": [1]}}]
 )
-def test_a_header_that_is_none_is_named(header: Any, tmp_path: Path):
+def test_the_error_of_a_damaged_header_names_the_file(header: Any, tmp_path: Path):
     with pytest.raises(DataError, match=r"model\.safetensors"):
         HfWeights(_tampered(_model(tmp_path / "m"), header))
 
 
 @pytest.mark.parametrize("data", [bytes(10), bytes(50)])
-def test_a_file_of_another_length_than_its_header_says_is_named(data: bytes, tmp_path: Path):
+def test_a_file_of_another_length_than_its_header_gives_is_refused(data: bytes, tmp_path: Path):
     with pytest.raises(DataError, match="cut off"):
         HfWeights(_tampered(_model(tmp_path / "m"), HEADER, data))
 
 
-@pytest.mark.parametrize("said", ["{", "[]", '{"a": 1}', DEEP])
-def test_notes_of_digests_that_cannot_be_read_are_made_again(said: str, tmp_path: Path):
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', DEEP])
+def test_a_damaged_cache_of_digests_is_written_again(content: str, tmp_path: Path):
     folder = _model(tmp_path / "m")
-    notes = tmp_path / "notes.json"
-    first = model_fingerprint(str(folder), notes)
-    notes.write_text(said)
-    assert model_fingerprint(str(folder), notes) == first
-    assert json.loads(notes.read_text())
+    cache = tmp_path / "cache.json"
+    first = model_fingerprint(str(folder), cache)
+    cache.write_text(content)
+    assert model_fingerprint(str(folder), cache) == first
+    assert json.loads(cache.read_text())
 
 
 @pytest.mark.parametrize(
@@ -159,14 +158,14 @@ def test_a_model_whose_experts_cannot_be_counted_is_refused(model: dict[str, Any
 @pytest.mark.parametrize(
     "path", ["\0.py:f", "\ud800.py:f", "a" * 5000 + ".py:f", "a." * 3000 + "b", "s3://a/b.py:f"]
 )
-def test_a_hook_path_that_no_file_can_have_is_refused(path: str):
-    for ask in (load_hook, hook_digest):
+def test_an_impossible_hook_path_is_refused(path: str):
+    for function in (load_hook, hook_digest):
         with pytest.raises(ConfigError):
-            ask(path)
+            function(path)
 
 
 @given(st.text("ab.:/\\ _\0é", max_size=12))
-def test_any_hook_path_is_refused_by_name(path: str):
+def test_the_error_of_any_wrong_hook_path_names_the_path(path: str):
     with pytest.raises(RlpipeError) as caught:
         hook_digest(path)
     assert caught.value.where == path

@@ -1,4 +1,4 @@
-"""The directory of a run's model: given and checked, or made once (rlpipe.model_dir)."""
+"""The model directory of a run is checked, or made once (rlpipe.model_dir)."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ def maker(tmp_path: Path) -> Path:
     return path
 
 
-def made(maker: Path, home: Path, seed: int = 0, name: str = "make", **arguments: Any) -> Path:
+def make_model(
+    maker: Path, home: Path, seed: int = 0, name: str = "make", **arguments: Any
+) -> Path:
     source = MadeModel(type="made", maker=f"{maker}:{name}", arguments=arguments)
     return Path(model_directory(ModelConfig(source=source), home, seed=seed))
 
 
-def given(path: str, home: Path) -> str:
+def given_model(path: str, home: Path) -> str:
     return model_directory(
         ModelConfig(source=HuggingFaceModel(type="huggingface", hf_checkpoint=path)), home, seed=0
     )
 
 
-def times_made(home: Path) -> int:
+def count_made(home: Path) -> int:
     return len((home / "made.log").read_text().splitlines())
 
 
@@ -67,75 +69,75 @@ def test_a_given_directory_is_absolute_wherever_it_was_given_from(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in ("m", "./m", "~/m", str(tmp_path / "m")):
-        assert given(path, tmp_path) == str(tmp_path / "m")
+        assert given_model(path, tmp_path) == str(tmp_path / "m")
 
 
 def test_a_directory_that_is_no_model_is_refused_with_what_is_wrong(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no directory .*nowhere") as caught:
-        given(str(tmp_path / "nowhere"), tmp_path)
+        given_model(str(tmp_path / "nowhere"), tmp_path)
     assert caught.value.where == "model.source.hf_checkpoint"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no config\.json in .*empty"):
-        given(str(tmp_path / "empty"), tmp_path)
+        given_model(str(tmp_path / "empty"), tmp_path)
 
 
 def test_a_model_is_made_once_and_kept_under_home(maker: Path, tmp_path: Path):
     home = tmp_path / "home"
-    first = made(maker, home, seed=3, size=2)
+    first = make_model(maker, home, seed=3, size=2)
     assert first.parent == home / "models"
     assert (first / "config.json").read_text() == '{"seed": 3, "size": 2}'
-    assert made(maker, home, seed=3, size=2) == first
-    assert times_made(home) == 1
+    assert make_model(maker, home, seed=3, size=2) == first
+    assert count_made(home) == 1
     assert [path.name for path in (home / "models").iterdir()] == [first.name]
 
 
-def test_another_seed_argument_function_or_source_is_another_model(maker: Path, tmp_path: Path):
+def test_another_seed_argument_function_or_source_makes_another_model(maker: Path, tmp_path: Path):
     home = tmp_path / "home"
     directories = [
-        made(maker, home),
-        made(maker, home, seed=1),
-        made(maker, home, size=2),
-        made(maker, home, name="without_seed"),
+        make_model(maker, home),
+        make_model(maker, home, seed=1),
+        make_model(maker, home, size=2),
+        make_model(maker, home, name="without_seed"),
     ]
     maker.write_text(MAKER.replace('"seed"', '"the seed"'))
-    directories.append(made(maker, home))
+    directories.append(make_model(maker, home))
     assert len(set(directories)) == 5
 
 
-def test_a_maker_elsewhere_with_the_same_source_makes_the_same_model(maker: Path, tmp_path: Path):
-    first = made(maker, tmp_path / "home")
+def test_a_copied_maker_makes_the_same_model(maker: Path, tmp_path: Path):
+    first = make_model(maker, tmp_path / "home")
     copy = tmp_path / "copies"
     copy.mkdir()
-    assert made(maker.rename(copy / "makers.py"), tmp_path / "home") == first
+    assert make_model(maker.rename(copy / "makers.py"), tmp_path / "home") == first
 
 
-def test_a_seed_among_the_arguments_wins_over_the_run_s(maker: Path, tmp_path: Path):
+def test_a_seed_in_the_arguments_replaces_the_seed_of_the_run(maker: Path, tmp_path: Path):
     source = MadeModel(type="made", maker=f"{maker}:make", arguments={"seed": 7})
     directory = model_directory(ModelConfig(source=source), tmp_path / "home", seed=1)
     assert (Path(directory) / "config.json").read_text() == '{"seed": 7, "size": 1}'
 
 
-def test_a_maker_that_fails_leaves_no_model(maker: Path, tmp_path: Path):
+def test_a_failed_maker_leaves_no_model(maker: Path, tmp_path: Path):
     home = tmp_path / "home"
     with pytest.raises(HookError, match="negative size"):
-        made(maker, home, size=-1)
+        make_model(maker, home, size=-1)
     assert [path for path in (home / "models").iterdir() if ".partial-" not in path.name] == []
     with pytest.raises(HookError, match="negative size"):
-        made(maker, home, size=-1)
+        make_model(maker, home, size=-1)
 
 
-def test_processes_that_make_a_model_at_once_end_up_with_one(maker: Path, tmp_path: Path):
+def test_processes_that_make_a_model_at_once_get_one_model(maker: Path, tmp_path: Path):
     home = tmp_path / "home"
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
-        found = list(pool.map(partial(made, pause_s=0.2), [maker] * 8, [home] * 8))
+        found = list(pool.map(partial(make_model, pause_s=0.2), [maker] * 8, [home] * 8))
     assert len(set(found)) == 1
     assert [path.name for path in (home / "models").iterdir()] == [found[0].name]
     assert (found[0] / "config.json").is_file()
 
 
-def test_a_maker_that_is_not_there_is_a_configuration_error(maker: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="there is no 'mak' in it"):
-        made(maker, tmp_path, name="mak")
+def test_a_missing_maker_is_a_configuration_error(maker: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="the module has no 'mak'"):
+        make_model(maker, tmp_path, name="mak")
 
 
 @pytest.fixture
@@ -151,7 +153,7 @@ def fingerprint(model: Path) -> str:
     return model_fingerprint(str(model), model.parent / "home" / "fingerprints.json")
 
 
-def test_a_copy_of_a_model_elsewhere_is_the_same_model(model: Path, tmp_path: Path):
+def test_a_copied_model_has_the_same_fingerprint(model: Path, tmp_path: Path):
     copy = shutil.copytree(model, tmp_path / "copy")
     (copy / ".cache").mkdir()
     (copy / ".gitattributes").write_text("*")
@@ -169,30 +171,30 @@ def test_a_copy_of_a_model_elsewhere_is_the_same_model(model: Path, tmp_path: Pa
         ("model-00002.safetensors", "12345678"),
     ],
 )
-def test_a_model_with_another_file_is_another_model(model: Path, name: str, content: str):
+def test_a_model_with_another_file_has_another_fingerprint(model: Path, name: str, content: str):
     before = fingerprint(model)
     (model / name).write_text(content)
     assert fingerprint(model) != before
 
 
-def test_a_file_under_another_name_is_another_model(model: Path):
+def test_a_renamed_file_gives_another_fingerprint(model: Path):
     before = fingerprint(model)
     (model / "model.safetensors").rename(model / "weights.safetensors")
     assert fingerprint(model) != before
 
 
-def test_files_that_have_not_changed_are_not_read_again(model: Path):
+def test_unchanged_files_are_not_read_again(model: Path):
     before = fingerprint(model)
     weights = model / "model.safetensors"
     changed = weights.stat().st_mtime_ns
     weights.write_bytes(b"87654321")
     os.utime(weights, ns=(changed, changed))
-    assert fingerprint(model) == before, "same path, size and time: it was not looked into"
+    assert fingerprint(model) == before, "same path, size and time: the file is not read"
     os.utime(weights, ns=(changed, changed + 1))
     assert fingerprint(model) != before
 
 
-def test_a_stop_token_that_a_made_model_does_not_have_is_refused_once_it_is_made(tmp_path: Path):
+def test_a_stop_token_that_a_made_model_does_not_have_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 10}}')
     rollout = RolloutConfig(rollout_batch_size=1, rollout_stop_token_ids=(9,))
     check_stop_ids(rollout, (), str(tmp_path))
@@ -202,7 +204,7 @@ def test_a_stop_token_that_a_made_model_does_not_have_is_refused_once_it_is_made
         )
 
 
-def test_a_context_that_is_longer_than_a_made_models_is_refused_once_it_is_made(tmp_path: Path):
+def test_a_context_longer_than_that_of_a_made_model_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
     rollout = RolloutConfig(rollout_batch_size=1, rollout_max_context_len=64)
     check_context_len(EngineConfig(sglang={"context_length": 64}), rollout, (), str(tmp_path))

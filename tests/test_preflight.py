@@ -1,4 +1,4 @@
-"""What is wrong with a run is found before anything is started (rlpipe.preflight)."""
+"""Errors of a configuration are found before anything starts (rlpipe.preflight)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with all that a run needs."""
+def folder(tmp_path: Path) -> Path:
+    """A folder with everything that a run needs."""
     write_model(tmp_path / "model")
     for name in ("train", "held"):
         (tmp_path / f"{name}.jsonl").write_text(ROW * 3)
@@ -33,17 +33,17 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prompts(place: Path, name: str) -> dict[str, Any]:
-    return {"type": "file", "paths": [str(place / name)], "label_key": "answer"}
+def prompts(folder: Path, name: str) -> dict[str, Any]:
+    return {"type": "file", "paths": [str(folder / name)], "label_key": "answer"}
 
 
-def config(place: Path, held_reward: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
-    held = {"name": "held", "prompts": prompts(place, "held.jsonl"), "reward": held_reward}
+def config(folder: Path, held_reward: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    held = {"name": "held", "prompts": prompts(folder, "held.jsonl"), "reward": held_reward}
     values = {
         "run": "run",
         "num_rollout": 1,
-        "model": {"source": {"type": "huggingface", "hf_checkpoint": str(place / "model")}},
-        "data": {"prompts": prompts(place, "train.jsonl")},
+        "model": {"source": {"type": "huggingface", "hf_checkpoint": str(folder / "model")}},
+        "data": {"prompts": prompts(folder, "train.jsonl")},
         "rollout": {"rollout_batch_size": 1, "n_samples_per_prompt": 2},
         "reward": {"function": {"type": "math"}},
         "evaluation": {"datasets": [held]},
@@ -51,80 +51,80 @@ def config(place: Path, held_reward: dict[str, Any] | None = None, **sections: A
     return validate({**values, **sections})
 
 
-def python(place: Path, name: str) -> dict[str, Any]:
-    return {"function": {"type": "python", "path": f"{place}/mine.py:{name}"}}
+def python(folder: Path, name: str) -> dict[str, Any]:
+    return {"function": {"type": "python", "path": f"{folder}/mine.py:{name}"}}
 
 
-def test_a_model_without_experts_has_no_routing_to_replay(place: Path):
+def test_a_model_without_experts_has_no_routing_to_replay(folder: Path):
     with pytest.raises(
         ConfigError, match=r"train\.use_rollout_routing_replay: the model has no experts"
     ):
-        check(config(place, train={"use_rollout_routing_replay": True}), place / "home")
+        check(config(folder, train={"use_rollout_routing_replay": True}), folder / "home")
 
 
-def test_quantised_weights_are_for_engines_that_get_quantised_ones(place: Path):
+def test_a_quantized_model_needs_engines_with_the_same_quantization(folder: Path):
     quantised = {
         "model_type": "qwen2",
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     }
-    (place / "model" / "config.json").write_text(json.dumps(quantised))
+    (folder / "model" / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(
         ConfigError, match=r"(?s)engine\.quantization.*fp8 in the model's config\.json"
     ):
-        check(config(place), place / "home")
-    check(config(place, engine={"quantization": "fp8"}), place / "home")
+        check(config(folder), folder / "home")
+    check(config(folder, engine={"quantization": "fp8"}), folder / "home")
 
 
-def test_a_run_that_has_all_it_needs_passes_and_nothing_is_made(place: Path):
-    before = sorted(place.iterdir())
-    check(config(place), place / "home")
-    check(config(place, reward=python(place, "reward")), place / "home")
+def test_a_complete_run_passes_and_no_file_is_made(folder: Path):
+    before = sorted(folder.iterdir())
+    check(config(folder), folder / "home")
+    check(config(folder, reward=python(folder, "reward")), folder / "home")
     check(
-        config(place, model={"source": {"type": "made", "maker": f"{place}/mine.py:make"}}),
-        place / "home",
+        config(folder, model={"source": {"type": "made", "maker": f"{folder}/mine.py:make"}}),
+        folder / "home",
     )
-    assert [path for path in sorted(place.iterdir()) if path.name != "__pycache__"] == before
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
 @pytest.mark.parametrize("name", ["train", "held"])
-def test_a_bad_row_of_any_prompt_file_is_named_with_its_line(place: Path, name: str):
-    (place / f"{name}.jsonl").write_text(ROW + '{"prompt": 3, "answer": "2"}\n')
+def test_the_error_of_a_bad_prompt_row_names_file_and_line(folder: Path, name: str):
+    (folder / f"{name}.jsonl").write_text(ROW + '{"prompt": 3, "answer": "2"}\n')
     with pytest.raises(DataError) as caught:
-        check(config(place), place)
-    assert caught.value.where == f"{place}/{name}.jsonl:2"
+        check(config(folder), folder)
+    assert caught.value.where == f"{folder}/{name}.jsonl:2"
 
 
 @pytest.mark.parametrize("name", ["train", "held"])
-def test_a_prompt_file_that_is_missing_or_empty_is_named(place: Path, name: str):
-    (place / f"{name}.jsonl").write_text("")
+def test_the_error_of_a_missing_or_empty_prompt_file_names_it(folder: Path, name: str):
+    (folder / f"{name}.jsonl").write_text("")
     with pytest.raises(DataError, match=rf"{name}\.jsonl: the prompt file is empty"):
-        check(config(place), place)
-    (place / f"{name}.jsonl").unlink()
+        check(config(folder), folder)
+    (folder / f"{name}.jsonl").unlink()
     with pytest.raises(DataError, match=rf"{name}\.jsonl: the prompt file cannot be read"):
-        check(config(place), place)
+        check(config(folder), folder)
 
 
-def test_a_reward_function_that_is_not_there_is_named(place: Path):
+def test_the_error_of_a_missing_reward_function_names_it(folder: Path):
     with pytest.raises(ConfigError, match="the module has no 'rewrad'"):
-        check(config(place, reward=python(place, "rewrad")), place)
+        check(config(folder, reward=python(folder, "rewrad")), folder)
     with pytest.raises(ConfigError, match="the module has no 'rewrad'"):
-        check(config(place, python(place, "rewrad")), place)
+        check(config(folder, python(folder, "rewrad")), folder)
 
 
-def test_a_maker_that_is_not_there_is_named(place: Path):
+def test_the_error_of_a_missing_maker_names_it(folder: Path):
     with pytest.raises(ConfigError, match="the module has no 'mak'"):
         check(
-            config(place, model={"source": {"type": "made", "maker": f"{place}/mine.py:mak"}}),
-            place,
+            config(folder, model={"source": {"type": "made", "maker": f"{folder}/mine.py:mak"}}),
+            folder,
         )
 
 
-def test_a_missing_model_directory_is_named(place: Path):
-    shutil.rmtree(place / "model")
+def test_the_error_of_a_missing_model_directory_names_it(folder: Path):
+    shutil.rmtree(folder / "model")
     with pytest.raises(ConfigError) as caught:
-        check(config(place), place)
+        check(config(folder), folder)
     assert caught.value.where == "model.source.hf_checkpoint"
-    assert str(place / "model") in str(caught.value.found)
+    assert str(folder / "model") in str(caught.value.found)
 
 
 SLIDING = json.dumps(
@@ -137,13 +137,13 @@ SLIDING = json.dumps(
 )
 
 
-def test_a_model_that_the_trainer_would_compute_otherwise_is_refused_before_anything_starts(
-    place: Path,
+def test_a_model_that_the_trainer_would_compute_differently_is_refused(
+    folder: Path,
 ):
-    (place / "model" / "config.json").write_text(SLIDING)
+    (folder / "model" / "config.json").write_text(SLIDING)
     with pytest.raises(ConfigError) as caught:
-        check(config(place), place / "home")
-    expected = f"model.source.hf_checkpoint: {place}/model/config.json: use_sliding_window"
+        check(config(folder), folder / "home")
+    expected = f"model.source.hf_checkpoint: {folder}/model/config.json: use_sliding_window"
     assert caught.value.where == expected
 
 
@@ -163,53 +163,49 @@ def test_a_model_that_the_trainer_would_compute_otherwise_is_refused_before_anyt
         ),
     ],
 )
-def test_the_critic_s_and_the_teacher_s_directory_are_checked_too(
-    place: Path, key: str, sections: dict[str, Any]
+def test_the_directories_of_critic_and_teacher_are_checked(
+    folder: Path, key: str, sections: dict[str, Any]
 ):
-    other = place / "other"
+    other = folder / "other"
     filled = json.loads(json.dumps(sections).replace("OTHER", str(other)))
     with pytest.raises(ConfigError, match=rf"{key}: not a Hugging Face model directory"):
-        check(config(place, **filled), place / "home")
+        check(config(folder, **filled), folder / "home")
     write_model(other, **json.loads(SLIDING))
     with pytest.raises(ConfigError, match=rf"{key}: .*other/config\.json: use_sliding_window"):
-        check(config(place, **filled), place / "home")
+        check(config(folder, **filled), folder / "home")
     (other / "config.json").write_text('{"model_type": "llama"}')
-    check(config(place, **filled), place / "home")
+    check(config(folder, **filled), folder / "home")
 
 
-@pytest.mark.parametrize(
-    ("free", "enough"), [(MIN_FREE_BYTES, True), (MIN_FREE_BYTES - 1, False)]
-)
-def test_too_little_room_on_the_disk_is_an_error(
-    place: Path, monkeypatch: pytest.MonkeyPatch, free: int, enough: bool
+@pytest.mark.parametrize(("free", "enough"), [(MIN_FREE_BYTES, True), (MIN_FREE_BYTES - 1, False)])
+def test_too_little_free_disk_space_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, enough: bool
 ):
-    asked: list[Path] = []
+    queried: list[Path] = []
 
     def disk_usage(path: Path) -> Any:
-        asked.append(Path(path))
+        queried.append(Path(path))
         return SimpleNamespace(total=10 * free, used=9 * free, free=free)
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    home = place / "not" / "made" / "yet"
+    home = folder / "not" / "made" / "yet"
     if enough:
-        check(config(place), home)
+        check(config(folder), home)
     else:
         with pytest.raises(ResourceError, match="512 MiB free") as caught:
-            check(config(place), home)
-        assert caught.value.where == str(place)
-    assert asked == [place]
+            check(config(folder), home)
+        assert caught.value.where == str(folder)
+    assert queried == [folder]
 
 
-def test_a_generate_function_of_another_form_is_found_before_anything_starts(
-    place: Path, tmp_path: Path
-):
-    (place / "mine.py").write_text("async def generate(args):\n    return None\n")
+def test_a_generate_function_with_another_signature_is_refused(folder: Path, tmp_path: Path):
+    (folder / "mine.py").write_text("async def generate(args):\n    return None\n")
     rollout = {
         "rollout_batch_size": 1,
         "n_samples_per_prompt": 2,
-        "custom_generate_function_path": str(place / "mine.py"),
+        "custom_generate_function_path": str(folder / "mine.py"),
     }
-    wrong = config(place).model_copy(update={"rollout": RolloutConfig(**rollout)})
+    wrong = config(folder).model_copy(update={"rollout": RolloutConfig(**rollout)})
     with pytest.raises(
         ConfigError, match=r"(?s)custom_generate_function_path.*generate\(args\).*sampling_params"
     ):
@@ -231,60 +227,55 @@ def test_a_generate_function_of_another_form_is_found_before_anything_starts(
         ),
     ],
 )
-def test_a_function_that_logs_is_told_what_it_will_get(
-    place: Path, key: str, source: str, expected: str
+def test_the_error_of_a_log_function_gives_the_expected_signature(
+    folder: Path, key: str, source: str, expected: str
 ):
-    (place / "log.py").write_text(source)
+    (folder / "log.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
-        check(config(place, observe={key: f"{place}/log.py"}), place / "home")
+        check(config(folder, observe={key: f"{folder}/log.py"}), folder / "home")
     assert caught.value.where == f"observe.{key}"
     assert expected in str(caught.value.expected)
 
 
-def test_what_fails_on_a_full_disk_says_that_it_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    said = []
+def test_an_error_on_a_full_disk_gets_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    messages = []
     for free in (FULL_BYTES, FULL_BYTES - 1):
         monkeypatch.setattr(
             shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
         )
         error = ActorLost("the actor's process is gone", where="trainer.address")
         note_full_disk(error, tmp_path / "home")
-        said.append(str(error))
-    assert said[0] == "trainer.address: the actor's process is gone"
+        messages.append(str(error))
+    assert messages[0] == "trainer.address: the actor's process is gone"
     assert (
-        said[1]
-        == f"{said[0]}\n  (the disk is full: 16 MiB free at {tmp_path}; "
+        messages[1] == f"{messages[0]}\n  (the disk is full: 16 MiB free at {tmp_path}; "
         "free disk space and run the same command again)"
     )
 
 
-def test_a_store_that_does_not_know_us_is_said_before_anything_starts(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_store_without_credentials_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(place / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(place / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
     with pytest.raises(
         StoreError, match=r"(?s)s3://bucket/runs.*Unable to locate credentials.*AWS_ACCESS_KEY_ID"
     ):
-        check(config(place, store={"root": "s3://bucket/runs"}), place)
+        check(config(folder, store={"root": "s3://bucket/runs"}), folder)
 
 
-def test_a_name_that_differs_in_capitals_only_is_refused_where_files_do_not_tell_them_apart(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_name_that_differs_only_in_capitals_is_refused_if_the_file_system_ignores_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (place / "home" / "RUN").mkdir(parents=True)
-    check(config(place), place / "home")
+    (folder / "home" / "RUN").mkdir(parents=True)
+    check(config(folder), folder / "home")
     exists = Path.exists
     monkeypatch.setattr(
         Path, "exists", lambda path: path.name == "run" or exists(path)
-    )  # as a file system of macOS answers
+    )  # as on a file system of macOS
     with pytest.raises(ConfigError, match=r"(?s)run=run: .*capitals.*RUN"):
-        check(config(place), place / "home")
+        check(config(folder), folder / "home")
 
 
 @pytest.mark.parametrize(
@@ -305,29 +296,29 @@ def test_a_name_that_differs_in_capitals_only_is_refused_where_files_do_not_tell
         ),
     ],
 )
-def test_a_context_that_is_longer_than_the_models_is_refused(
-    place: Path, key: str, found: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_context_longer_than_the_models_is_refused(
+    folder: Path, key: str, found: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    shutil.rmtree(place / "model")
-    write_model(place / "model", max_position_embeddings=2048)
+    shutil.rmtree(folder / "model")
+    write_model(folder / "model", max_position_embeddings=2048)
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     with pytest.raises(
         ConfigError, match=rf"{key}: the context is longer than the model's"
     ) as caught:
-        check(config(place, **sections), place / "home")
+        check(config(folder, **sections), folder / "home")
     assert caught.value.found == f"{found} tokens"
     assert "at most 2048" in str(caught.value.expected) and "rope_scaling" in str(caught.value.do)
     fits = {"engine": {"sglang": {"context_length": "2Ki"}}}
-    check(config(place, **fits), place / "home")
+    check(config(folder, **fits), folder / "home")
 
 
-def test_a_context_of_a_held_out_set_that_is_longer_than_the_models_is_refused(place: Path):
-    shutil.rmtree(place / "model")
-    write_model(place / "model", max_position_embeddings=2048)
-    held_out = {"name": "held", "prompts": prompts(place, "held.jsonl"), "max_context_len": 2048}
-    check(config(place, evaluation={"datasets": [held_out]}), place / "home")
+def test_a_context_of_an_evaluation_set_longer_than_the_models_is_refused(folder: Path):
+    shutil.rmtree(folder / "model")
+    write_model(folder / "model", max_position_embeddings=2048)
+    held_out = {"name": "held", "prompts": prompts(folder, "held.jsonl"), "max_context_len": 2048}
+    check(config(folder, evaluation={"datasets": [held_out]}), folder / "home")
     longer = {"datasets": [held_out | {"max_context_len": 2049}]}
     with pytest.raises(
         ConfigError, match=r"evaluation\.datasets\.0\.max_context_len: the context is longer"
     ):
-        check(config(place, evaluation=longer), place / "home")
+        check(config(folder, evaluation=longer), folder / "home")

@@ -1,12 +1,11 @@
-"""Real engines on GPUs and weights pushed into them: what the GPU tests share, and a table. Not a
-test.
+"""Engines on GPUs for the GPU tests, and a benchmark of pushes. Not a test.
 
     python -m tests.sync.gpu [ipc] [tensor] [fp8] [distributed] [--layers 28] [--repeats 3]
 
-For each way: bytes, seconds and GB/s of a push (best of the repeats; the first is another column,
-it makes what is kept between pushes), the same bytes copied on the device, and the largest
-difference between the engine's log-probs and the model's. `distributed` needs two GPUs: the engine
-is on the second.
+Prints for each method: bytes, seconds and GB/s of the best push, seconds of the first push, seconds
+to copy the same bytes on the device, and the largest difference between log-probs of engine and
+model. The first push also opens what stays open between pushes. `distributed` needs two GPUs: the
+engine is on the second.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rlpipe.sync.transports.tensor import TensorTransport
 from tests.gpus import prepare, visible_gpus
 from tests.sync.setups import transport_setup
 
-WAYS = ("ipc", "tensor", "fp8", "distributed")
+METHODS = ("ipc", "tensor", "fp8", "distributed")
 BUFFER_BYTES = 512 * 1024**2
 START_S = 400.0
 SGLANG = {
@@ -47,14 +46,12 @@ SGLANG = {
     "grammar_backend": "none",
     "disable_cuda_graph": True,
 }
-"""What needs the fewest kernels; and little memory, out of much: others may take some of it while
-it is counted."""
+"""Settings that need few kernels, and little memory: other processes may use the GPU."""
 SEQUENCES = [[(17 * i + 131 * j) % 50_000 + 10 for j in range(96)] for i in range(4)]
 
 
 def make_model(layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A model of Qwen3-0.6B's shape (28 layers of it are) with random weights, in bf16 on the first
-    GPU."""
+    """Return a random model in bf16 on the first GPU. 28 layers give Qwen3-0.6B's shape."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=151_936,
@@ -74,7 +71,7 @@ def make_model(layers: int, seed: int) -> Qwen3ForCausalLM:
 
 @dataclass
 class Bench:
-    """A model directory and what was started for it."""
+    """A model directory, its engines and transports."""
 
     layers: int
     folder: Path
@@ -86,32 +83,34 @@ class Bench:
         make_model(self.layers, seed=0).save_pretrained(self.model_dir)
         torch.cuda.empty_cache()
 
-    def served_dir(self, way: str) -> str:
+    def served_dir(self, method: str) -> str:
         return (
-            fp8_directory(str(self.model_dir), self.folder) if way == "fp8" else str(self.model_dir)
+            fp8_directory(str(self.model_dir), self.folder)
+            if method == "fp8"
+            else str(self.model_dir)
         )
 
-    def engine(self, way: str) -> AbstractContextManager[Server]:
-        """A server with the first weights; on the second GPU for `distributed`."""
-        gpu = visible_gpus()[1 if way == "distributed" else 0]
-        return engine_on(gpu, self.served_dir(way), self.folder / f"{way}.log")
+    def engine(self, method: str) -> AbstractContextManager[Server]:
+        """Start a server with the first weights, on the second GPU for `distributed`."""
+        gpu = visible_gpus()[1 if method == "distributed" else 0]
+        return engine_on(gpu, self.served_dir(method), self.folder / f"{method}.log")
 
-    def transport(self, way: str, timeout_s: float = 120.0) -> BucketTransport:
-        """The way's transport to one engine."""
+    def transport(self, method: str, timeout_s: float = 120.0) -> BucketTransport:
+        """Return the transport of a method."""
         setup = transport_setup(
-            self.served_dir(way),
+            self.served_dir(method),
             buffer_size_bytes=BUFFER_BYTES,
             timeout_s=timeout_s,
             device=torch.device("cuda:0"),
         )
-        if way == "tensor":
+        if method == "tensor":
             return TensorTransport(setup)
-        return DistributedTransport(setup) if way == "distributed" else IpcTransport(setup)
+        return DistributedTransport(setup) if method == "distributed" else IpcTransport(setup)
 
 
 @contextmanager
 def engine_on(gpu: str, model_dir: str | Path, log_path: Path) -> Iterator[Server]:
-    """A server that is ready, with the directory's weights."""
+    """Start a server with the directory's weights and wait until it is ready."""
     engine = EngineConfig(sglang=SGLANG)
     resources = ResourcesConfig()
     server = Server(
@@ -132,15 +131,15 @@ def engine_on(gpu: str, model_dir: str | Path, log_path: Path) -> Iterator[Serve
         server.stop()
 
 
-def served(way: str, model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:
-    """The model's tensors as the way's engine holds them."""
+def served(method: str, model: Qwen3ForCausalLM) -> Iterable[tuple[str, Tensor]]:
+    """Return the model's tensors as engines of this method hold them."""
     tensors = model.state_dict().items()
-    return quantize(tensors) if way == "fp8" else tensors
+    return quantize(tensors) if method == "fp8" else tensors
 
 
 @torch.no_grad()
 def round_trip(model: Qwen3ForCausalLM) -> None:
-    """Make the weights what an FP8 engine holds."""
+    """Round the weights to those of an FP8 engine."""
     found = dict(quantize(model.state_dict().items()))
     for name, parameter in model.named_parameters():
         if f"{name}_scale_inv" in found:
@@ -149,7 +148,7 @@ def round_trip(model: Qwen3ForCausalLM) -> None:
 
 @torch.no_grad()
 def difference(url: str, model: Qwen3ForCausalLM) -> float:
-    """The largest difference of a log-prob between an engine and a model."""
+    """Return the largest difference of a log-prob between an engine and a model."""
 
     async def score() -> list[list[float]]:
         async with Engine(url) as engine:
@@ -167,7 +166,7 @@ def difference(url: str, model: Qwen3ForCausalLM) -> float:
 
 
 def copy_seconds(size_bytes: int) -> float:
-    """So many bytes copied on the device."""
+    """Return the seconds of copying this number of bytes on the device."""
     source = torch.empty(size_bytes, dtype=torch.uint8, device="cuda:0")
     target = torch.empty_like(source)
     target.copy_(source)
@@ -178,28 +177,31 @@ def copy_seconds(size_bytes: int) -> float:
     return time.perf_counter() - start
 
 
-def measured(bench: Bench, way: str, repeats: int) -> str:
-    """One line of the table."""
-    with bench.engine(way) as server:
-        transport = bench.transport(way)
+def measure(bench: Bench, method: str, repeats: int) -> str:
+    """Return one line of the table."""
+    with bench.engine(method) as server:
+        transport = bench.transport(method)
         seconds = []
         report = None
         model = make_model(bench.layers, seed=1)
         for number in range(1 + repeats):
             report = transport.send(
-                served(way, model),
+                served(method, model),
                 Push(f"b@{number}@x", [server.url], engine_ranks={server.url: [0]}),
             )
             seconds.append(report.seconds)
         assert report is not None
-        if way == "fp8":
+        if method == "fp8":
             round_trip(model)
-        apart = difference(server.url, model)
+        largest_difference = difference(server.url, model)
         transport.close()
     gigabytes = report.size_bytes / 1e9
     best = min(seconds[1:])
     copied = copy_seconds(report.size_bytes)
-    return f"{way:12}{gigabytes:8.2f}{seconds[0]:10.3f}{best:10.3f}{gigabytes / best:10.1f}{copied:10.4f}{apart:10.4f}"
+    return (
+        f"{method:12}{gigabytes:8.2f}{seconds[0]:10.3f}{best:10.3f}"
+        f"{gigabytes / best:10.1f}{copied:10.4f}{largest_difference:10.4f}"
+    )
 
 
 def main() -> None:
@@ -207,20 +209,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "ways", nargs="*", default=["ipc", "tensor", "fp8"], metavar=" | ".join(WAYS)
+        "methods", nargs="*", default=["ipc", "tensor", "fp8"], metavar=" | ".join(METHODS)
     )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     prepare()
-    with tempfile.TemporaryDirectory(prefix="wires-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pushes-") as folder:
         bench = Bench(arguments.layers, Path(folder))
         print(
-            f"{'way':12}{'GB':>8}{'first s':>10}{'push s':>10}{'GB/s':>10}{'copy s':>10}{'Δlogp':>10}",
+            f"{'method':12}{'GB':>8}{'first s':>10}{'push s':>10}"
+            f"{'GB/s':>10}{'copy s':>10}{'Δlogp':>10}",
             flush=True,
         )
-        for way in arguments.ways:
-            print(measured(bench, way, arguments.repeats), flush=True)
+        for method in arguments.methods:
+            print(measure(bench, method, arguments.repeats), flush=True)
 
 
 if __name__ == "__main__":

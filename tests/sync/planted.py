@@ -1,4 +1,4 @@
-"""A nearly deterministic policy, and the faults that a push of its weights could have."""
+"""A nearly deterministic policy, and faults planted into a push of its weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Policy:
     older: Weights
     """Some updates before the first of `updates`."""
     updates: list[Update]
-    """Consecutive; the last of them is the one that faults are planted into."""
+    """Consecutive updates. Faults are planted into the last one."""
 
     @property
     def before(self) -> Weights:
@@ -89,7 +89,7 @@ def train_policy(model_dir: Path, device: str, steps: int, *, num_updates: int =
 def _policy_gradient(
     model: Any, optimizer: torch.optim.Optimizer, device: str, generator: random.Random
 ) -> Update:
-    """Sample, and take one step with advantages of 1 and -1 in turns."""
+    """Sample, and take one step with alternating advantages of 1 and -1."""
     before = _weights(model)
     samples = _sample(model, device, generator, NUM_SAMPLES)
     prompts = samples.prompt_lengths

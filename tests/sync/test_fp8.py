@@ -1,4 +1,4 @@
-"""Weights in blocks of 128 × 128 in e4m3, and the directory that engines serve."""
+"""Weights are quantized in blocks of 128 × 128 (rlpipe.sync.fp8)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_wide_model(directory) -> Qwen3ForCausalLM:
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (200, 130), (1, 5), (576, 64)])
-def test_what_comes_back_is_within_half_a_step_of_e4m3_of_its_block(shape):
+def test_a_dequantized_matrix_differs_by_at_most_half_an_e4m3_step(shape):
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.logspace(-4, 2, shape[1])
     small, scale_inv = quantize_matrix(weight)
@@ -58,7 +58,7 @@ def test_what_comes_back_is_within_half_a_step_of_e4m3_of_its_block(shape):
     assert ((back - weight).abs() <= bound * 1.0001).all()
 
 
-def test_each_block_uses_all_of_the_range_and_a_block_of_zeros_stays_one():
+def test_a_block_uses_the_whole_range_and_a_block_of_zeros_stays_zero():
     weight = torch.zeros(256, 128)
     weight[7, 9] = -3.0
     small, scale_inv = quantize_matrix(weight)
@@ -66,7 +66,7 @@ def test_each_block_uses_all_of_the_range_and_a_block_of_zeros_stays_one():
     assert torch.equal(dequantize_matrix(small, scale_inv), weight)
 
 
-def test_a_matrix_is_quantised_and_nothing_else():
+def test_only_matrices_are_quantized():
     names = [
         ("model.layers.3.self_attn.q_proj.weight", (128, 128), True),
         ("model.layers.3.mlp.experts.11.down_proj.weight", (128, 128), True),
@@ -81,7 +81,7 @@ def test_a_matrix_is_quantised_and_nothing_else():
         assert list(found) == ([name, f"{name}_scale_inv"] if expected else [name])
 
 
-def test_the_directory_is_a_checkpoint_of_what_is_pushed_and_made_once(tmp_path):
+def test_the_fp8_directory_holds_the_pushed_tensors_and_is_made_once(tmp_path):
     model = make_wide_model(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     directory = fp8_directory(str(tmp_path / "model"), tmp_path / "made")
@@ -101,7 +101,7 @@ def test_the_directory_is_a_checkpoint_of_what_is_pushed_and_made_once(tmp_path)
             assert torch.equal(stored.get_tensor(name).float(), tensor.float())
 
 
-def test_a_model_that_has_no_whole_blocks_where_they_are_merged_is_refused(tmp_path):
+def test_merged_matrices_without_whole_blocks_are_refused(tmp_path):
     narrow = Qwen3Config(
         vocab_size=64,
         hidden_size=64,
@@ -121,7 +121,7 @@ def test_a_model_that_has_no_whole_blocks_where_they_are_merged_is_refused(tmp_p
     ]
 
 
-def test_a_matrix_that_is_two_is_not_quantised_in_silence(tmp_path):
+def test_a_matrix_of_gate_and_up_projection_is_refused(tmp_path):
     make_wide_model(tmp_path / "model")
     save_file(
         {"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(512, 128)},
@@ -131,7 +131,7 @@ def test_a_matrix_that_is_two_is_not_quantised_in_silence(tmp_path):
         fp8_directory(str(tmp_path / "model"), tmp_path / "made")
 
 
-def test_a_model_that_is_quantised_already_is_served_as_it_is_and_otherwise_refused(tmp_path):
+def test_an_fp8_model_is_served_unchanged_and_another_quantization_is_refused(tmp_path):
     make_wide_model(tmp_path / "model")
     first = fp8_directory(str(tmp_path / "model"), tmp_path / "made")
     assert fp8_directory(first, tmp_path / "again") == first

@@ -1,4 +1,4 @@
-"""What engines and trainer compute is compared (rlpipe.sync.probe).
+"""Log-probs of engines and trainer are compared (rlpipe.sync.probe).
 
 The policies are linear: logits = hidden states × head, each rounded to bfloat16. A real engine:
 `test_probe_gpu`, and every run of tests/flows.
@@ -93,7 +93,7 @@ FAULTS: dict[str, Callable[[Linear], torch.Tensor]] = {
 }
 
 
-def test_300_pushes_of_a_policy_that_becomes_deterministic_pass_although_one_token_differs_by_much():
+def test_300_pushes_of_an_ever_more_deterministic_policy_pass_although_one_token_differs():
     largest = []
     for number, sharpness in enumerate(np.geomspace(1, 40, 300)):
         policy = Linear(float(sharpness), seed=number)
@@ -180,7 +180,7 @@ ENGINES = ["http://a", "http://b", "http://c"]
 
 
 class Engine:
-    """Scores for all engines; remembers how many did so at a time. `hangs` never answers."""
+    """Scores of all engines, and the number of concurrent calls. `hangs` never answers."""
 
     now = most = 0
     hangs: str | None = None

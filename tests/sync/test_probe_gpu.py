@@ -1,5 +1,6 @@
-"""Faults planted into pushes to a real engine in bf16, and pushes without fault (`-m gpu -s` prints
-the table)."""
+"""The probe finds faults planted into pushes to a real engine in bf16.
+
+`-m gpu -s` prints the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked of tensors before they are sent, and how they are cut."""
+"""Tensors are checked and cut into buckets (rlpipe.sync.tensors)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.sync.tensors import check_tensors, expected_shapes, into_buckets
 from tests.live_engine import VOCAB_SIZE, make_model
 
 
-def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
+def test_tensors_that_engines_do_not_hold_are_refused(tmp_path):
     make_model(tmp_path / "model", seed=0)
     expected = expected_shapes(tmp_path / "model")
     assert "lm_head.weight" not in expected and expected["model.embed_tokens.weight"] == (
@@ -29,7 +29,7 @@ def test_nothing_is_sent_that_the_engines_do_not_hold(tmp_path):
     assert list(check_tensors([("lm_head.weight", good)], expected, set())) == []
 
 
-def test_layers_that_predict_further_tokens_are_not_waited_for(tmp_path):
+def test_layers_of_multi_token_prediction_are_not_expected(tmp_path):
     make_model(tmp_path / "model", seed=0)
     before = expected_shapes(tmp_path / "model")
     save_file(
@@ -39,12 +39,12 @@ def test_layers_that_predict_further_tokens_are_not_waited_for(tmp_path):
     assert expected_shapes(tmp_path / "model") == before
 
 
-def test_a_view_is_sent_without_the_storage_behind_it(tmp_path):
+def test_a_view_is_sent_without_the_rest_of_its_storage(tmp_path):
     ((_, tensor),) = check_tensors([("a", torch.zeros(1000)[:3])], {"a": (3,)}, set(), compact=True)
     assert tensor.untyped_storage().nbytes() == 12
 
 
-def test_buckets_hold_at_most_their_size_but_lose_nothing():
+def test_buckets_keep_their_size_and_lose_no_tensor():
     tensors = [(str(size), torch.zeros(size)) for size in (1, 2, 30, 1, 1, 1)]
     cut = list(into_buckets(tensors, 16))
     assert [[name for name, _ in bucket] for bucket in cut] == [["1", "2"], ["30"], ["1", "1", "1"]]

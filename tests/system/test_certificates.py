@@ -1,4 +1,4 @@
-"""One set of authorities for every HTTP client (rlpipe.system.certificates)."""
+"""All HTTP clients share one trust store (rlpipe.system.certificates)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.system.certificates import certificates
 NOWHERE = "http://127.0.0.1:9"
 
 
-async def test_who_asks_an_engine_or_a_router_reads_no_certificates_for_it(monkeypatch):
+async def test_http_clients_do_not_load_certificates_again(monkeypatch):
     certificates()
 
     def read(**_):
@@ -26,7 +26,7 @@ async def test_who_asks_an_engine_or_a_router_reads_no_certificates_for_it(monke
         fetch("GET", NOWHERE, deadline_s=5)
 
 
-def test_servers_have_to_say_who_they_are():
-    found = certificates()
-    assert found.verify_mode == ssl.CERT_REQUIRED and found.check_hostname
-    assert found.cert_store_stats()["x509_ca"] > 0
+def test_the_context_verifies_servers():
+    context = certificates()
+    assert context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname
+    assert context.cert_store_stats()["x509_ca"] > 0

@@ -1,5 +1,4 @@
-"""Stores and groups of torch.distributed listen where they are asked to
-(rlpipe.system.rendezvous)."""
+"""Stores and groups of torch.distributed listen on one address (rlpipe.system.rendezvous)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def listening() -> set[tuple[str, int]]:
     }
 
 
-def test_a_store_listens_at_its_address_alone_and_is_reached_there():
+def test_a_store_listens_at_its_address_only():
     before = listening()
     server = tcp_store("127.0.0.2", 0, listens=True, timeout=SOON)
     assert listening() - before == {("127.0.0.2", server.port)}
@@ -35,7 +34,7 @@ def test_a_store_listens_at_its_address_alone_and_is_reached_there():
         tcp_store("127.0.0.2", server.port, listens=True, timeout=SOON)
 
 
-def test_gloo_listens_on_loopback_for_who_meets_there_unless_the_environment_says(
+def test_gloo_listens_on_loopback_unless_the_environment_sets_an_interface(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.delenv(GLOO, raising=False)

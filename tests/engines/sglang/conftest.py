@@ -1,4 +1,4 @@
-"""The live engine that all rooms share."""
+"""The live engine that all tests share."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.live_engine import Live, live_engine
 
 @pytest.fixture
 def live(request: pytest.FixtureRequest) -> Live:
-    """A real server with a real router before it."""
+    """Return a real server behind a real router."""
     return live_engine(request.config)

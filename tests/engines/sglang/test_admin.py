@@ -1,4 +1,4 @@
-"""One real engine, controlled directly."""
+"""The control client calls a real engine (rlpipe.engines.sglang.admin)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.live_engine import VOCAB_SIZE, log_probs
 pytestmark = pytest.mark.integration
 
 
-async def test_it_says_what_it_serves(live):
+async def test_an_engine_reports_its_model(live):
     async with Engine(live.server.url) as engine:
         await engine.health()
         assert (await engine.info())["tokenizer_path"] == str(live.model_dir)
@@ -50,19 +50,13 @@ async def test_a_paused_engine_keeps_requests_waiting(live):
         assert len(await waiting) == 2
 
 
-async def test_abort_returns_what_was_sampled(live):
+async def test_abort_returns_the_tokens_sampled_so_far(live):
     async with (
         Engine(live.server.url) as engine,
         GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client,
     ):
-        for wait_s in (
-            0.3,
-            0.1,
-            0.2,
-            0.05,
-            0.15,
-            0.02,
-        ):  # one of them ends in the middle, however fast the machine is
+        # On any machine one of these waits ends in the middle of the sampling.
+        for wait_s in (0.3, 0.1, 0.2, 0.05, 0.15, 0.02):
             stop = asyncio.Event()
             running = asyncio.create_task(
                 client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True}, n=2, stop=stop)
@@ -80,13 +74,13 @@ async def test_abort_returns_what_was_sampled(live):
         assert {generation.finish_reason for generation in found} == {"abort"}
 
 
-async def test_an_answer_that_is_something_else_names_engine_and_endpoint(live, monkeypatch):
-    async def elsewhere(client, method, url, **_):
+async def test_the_error_of_an_unreadable_answer_names_engine_and_endpoint(live, monkeypatch):
+    async def other_answer(client, method, url, **_):
         return httpx.Response(
             200, text=answers.pop(0), headers={"content-type": "application/json"}
         )
 
-    monkeypatch.setattr(admin, "call", elsewhere)
+    monkeypatch.setattr(admin, "call", other_answer)
     answers = ["<html>", "[]", "{}", "{}", '[{"meta_info": {}}]', "null"]
     async with Engine(live.server.url) as engine:
         for ask in (
@@ -101,7 +95,7 @@ async def test_an_answer_that_is_something_else_names_engine_and_endpoint(live, 
             assert str(caught.value.where).startswith(f"engine {live.server.url} /")
 
 
-async def test_an_update_left_open_is_ended_by_the_next(live):
+async def test_the_next_update_ends_an_open_update(live):
     async with Engine(live.server.url) as engine:
         assert await engine.begin_weight_update()
         assert await engine.begin_weight_update()
@@ -112,7 +106,7 @@ async def test_an_update_left_open_is_ended_by_the_next(live):
             await engine.end_weight_update()
 
 
-async def test_a_cache_in_use_is_waited_for_until_the_deadline(live):
+async def test_a_flush_waits_for_a_cache_in_use_until_the_deadline(live):
     client = GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30)
     async with Engine(live.server.url, deadline_s=1) as engine, client:
         running = asyncio.create_task(
@@ -129,7 +123,7 @@ async def test_a_cache_in_use_is_waited_for_until_the_deadline(live):
         await engine.flush()
 
 
-async def test_an_engine_that_is_not_there_is_named():
+async def test_the_error_of_a_missing_engine_names_its_url():
     async with Engine("http://127.0.0.1:9", deadline_s=5) as engine:
         with pytest.raises(EngineUnavailable, match=r"engine http://127.0.0.1:9 /pause_generation"):
             await engine.pause()
@@ -147,8 +141,8 @@ async def test_a_hanging_call_ends_at_its_deadline(live):
         assert time.monotonic() - start_s < 3
 
 
-async def test_memory_is_given_up_and_taken_back_while_it_is_paused(live):
-    """On the CPU nothing moves, but all of the conversation is the same."""
+async def test_a_paused_engine_releases_memory_and_resumes_it(live):
+    """On the CPU no memory moves, but the calls are the same."""
     async with Engine(live.server.url) as engine:
         before = await engine.score([[5, 9, 20]])
         await engine.pause()

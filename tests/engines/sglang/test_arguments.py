@@ -1,5 +1,4 @@
-"""Every argument of SGLang and its router: a configuration takes what an engine takes, and it
-arrives as it was given."""
+"""A configuration accepts the arguments of SGLang and its router, and passes them on unchanged."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ UNUSUAL = {
     "lora_paths": ["one=/a", "two=/b"],
     "cuda_graph_config": '{"decode": {"backend": "disabled"}}',
 }
-"""Options that read their words in a way of their own."""
+"""Options with their own syntax."""
 
 
 def values(name: str, entry: dict[str, Any]) -> Iterator[Any]:
-    """Values of an argument that are not its default."""
+    """Yield values of an argument that differ from its default."""
     if name in UNUSUAL:
         yield UNUSUAL[name]
         return
@@ -53,7 +52,7 @@ def values(name: str, entry: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def taken(table: str, name: str, value: Any) -> bool:
+def is_accepted(table: str, name: str, value: Any) -> bool:
     try:
         check(table, {name: value})
     except ConfigError:
@@ -68,8 +67,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def started(table: str, name: str, value: Any, model_dir: Path) -> list[str]:
-    """The command line of a server or router with this argument. Raises: ConfigError."""
+def command_line(table: str, name: str, value: Any, model_dir: Path) -> list[str]:
+    """Return the command line of a server or router with this argument. Raises: ConfigError."""
     log = model_dir.parent / "log"
     if table == "router":
         return Router(EngineConfig(router={name: value}), port=1, log_path=log).arguments()
@@ -91,19 +90,19 @@ def test_a_configuration_and_an_engine_refuse_the_same_arguments(table, model_di
     for name, entry in names.entries(table).items():
         for value in values(name, entry):
             try:
-                started(table, name, value, model_dir)
+                command_line(table, name, value, model_dir)
                 by_engine = True
             except ConfigError:
                 by_engine = False
             refused += not by_engine
-            if by_engine != taken(table, name, value):
+            if by_engine != is_accepted(table, name, value):
                 differ.append((name, value))
     assert differ == []
     assert refused > 5
 
 
 def parser(table: str) -> argparse.ArgumentParser:
-    """The parser of the package itself."""
+    """Return the package's own parser."""
     made = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     if table == "router":
         from sglang_router.router_args import RouterArgs
@@ -120,7 +119,7 @@ def parser(table: str) -> argparse.ArgumentParser:
 
 
 def plain(value: Any) -> Any:
-    """A value as text, so that what was read from words compares with what was given."""
+    """Return a value as text, to compare parsed values with configured ones."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, str) and value.startswith("["):
@@ -134,15 +133,16 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("table", ["sglang", "router"])
-def test_what_a_configuration_takes_arrives_as_it_was_given(table, monkeypatch):
-    """Its words are read by the package's own parser: a list, a dict, a choice or a `false` must
-    not fail minutes later."""
+def test_accepted_arguments_reach_the_package_unchanged(table, monkeypatch):
+    """The package's own parser reads the command line.
+
+    A list, a dict, a choice or a `false` must not fail minutes later."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     read = parser(table)
     wrong = []
     for name, entry in names.entries(table).items():
         for value in values(name, entry):
-            if name in UNUSUAL or not taken(table, name, value):
+            if name in UNUSUAL or not is_accepted(table, name, value):
                 continue
             line = flags(table, {name: value})
             try:

@@ -98,7 +98,7 @@ def test_decode_equals_one_request_at_a_time(batch):
     )
 
 
-def test_what_is_not_covered_goes_to_sglang():
+def test_unsupported_options_call_the_function_of_sglang():
     query = torch.randn(1, HEADS, SIZE)
     tensors = [query, query, *_cache([(3, 1)]), torch.tensor([4]), None]
     for other in (
@@ -112,7 +112,7 @@ def test_what_is_not_covered_goes_to_sglang():
         )
 
 
-def test_requests_of_unlike_length_are_not_padded_together():
+def test_requests_of_different_lengths_are_not_padded_together():
     parts = list(
         cpu_attention._similar_lengths(
             torch.tensor([5, 2000, 7, 1900]), torch.ones(4, dtype=torch.long)

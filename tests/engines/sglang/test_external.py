@@ -1,4 +1,4 @@
-"""Servers and routers that others have started (rlpipe.engines.sglang.external)."""
+"""External servers and routers are checked before use (rlpipe.engines.sglang.external)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVER = {
 
 
 @pytest.fixture
-def wanted(tmp_path: Path) -> ServerRequirements:
+def required(tmp_path: Path) -> ServerRequirements:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "dtype": "bfloat16",
@@ -45,7 +45,7 @@ def wanted(tmp_path: Path) -> ServerRequirements:
 
 
 @pytest.mark.parametrize(
-    ("said", "wrong"),
+    ("settings", "wrong"),
     [
         ({}, {}),
         ({"dtype": "auto"}, {}),
@@ -57,10 +57,10 @@ def wanted(tmp_path: Path) -> ServerRequirements:
         ({"disaggregation_mode": "decode"}, {"disaggregation_mode": ("decode", "null")}),
     ],
 )
-def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(
-    wanted: ServerRequirements, said: dict, wrong: dict
+def test_settings_of_a_server_are_compared_with_those_of_the_run(
+    required: ServerRequirements, settings: dict, wrong: dict
 ):
-    assert mismatches(MODEL, {**SERVER, **said}, wanted) == wrong
+    assert mismatches(MODEL, {**SERVER, **settings}, required) == wrong
 
 
 @pytest.mark.parametrize(
@@ -71,29 +71,29 @@ def test_what_a_server_says_of_itself_is_compared_with_what_the_run_wants(
         ({"deterministic": True}, {}, "enable_deterministic_inference"),
     ],
 )
-def test_what_only_some_runs_need_is_asked_for_by_them_alone(
-    wanted: ServerRequirements, needs: dict, server: dict, wrong: str
+def test_optional_settings_are_required_only_by_runs_that_need_them(
+    required: ServerRequirements, needs: dict, server: dict, wrong: str
 ):
-    assert mismatches(MODEL, {**SERVER, **server}, wanted) == {}
-    assert list(mismatches(MODEL, {**SERVER, **server}, replace(wanted, **needs))) == [wrong]
+    assert mismatches(MODEL, {**SERVER, **server}, required) == {}
+    assert list(mismatches(MODEL, {**SERVER, **server}, replace(required, **needs))) == [wrong]
 
 
-def test_sizes_are_compared_where_the_directory_of_its_model_can_be_seen(
-    wanted: ServerRequirements, tmp_path: Path
+def test_model_sizes_are_compared_if_the_directory_is_on_this_machine(
+    required: ServerRequirements, tmp_path: Path
 ):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"hidden_size": 32, "vocab_size": 128}))
-    assert mismatches({**MODEL, "model_path": str(other)}, SERVER, wanted) == {
+    assert mismatches({**MODEL, "model_path": str(other)}, SERVER, required) == {
         "hidden_size": (32, 64)
     }
-    assert list(mismatches({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, wanted)) == [
+    assert list(mismatches({**MODEL, "architectures": ["LlamaForCausalLM"]}, SERVER, required)) == [
         "architectures"
     ]
 
 
-def test_one_that_does_not_answer_is_not_there(wanted: ServerRequirements):
-    server = ExternalServer(NOBODY, wanted)
+def test_a_server_that_does_not_answer_is_not_alive(required: ServerRequirements):
+    server = ExternalServer(NOBODY, required)
     with pytest.raises(
         EngineUnavailable,
         match=r"(?s)external_engines: http://127\.0\.0\.1:9.*it joins once it answers",
@@ -102,25 +102,25 @@ def test_one_that_does_not_answer_is_not_there(wanted: ServerRequirements):
     assert not server.alive
 
 
-def test_one_that_answers_is_not_there_until_it_has_said_what_it_serves(
-    wanted: ServerRequirements, monkeypatch: pytest.MonkeyPatch
+def test_a_server_is_not_alive_until_its_settings_are_checked(
+    required: ServerRequirements, monkeypatch: pytest.MonkeyPatch
 ):
-    said = {"model_info": MODEL, "server_info": SERVER}
-    monkeypatch.setattr(external, "_get", lambda url: said.get(url.rpartition("/")[2]))
-    server = ExternalServer(NOBODY, wanted)
+    answers = {"model_info": MODEL, "server_info": SERVER}
+    monkeypatch.setattr(external, "_get", lambda url: answers.get(url.rpartition("/")[2]))
+    server = ExternalServer(NOBODY, required)
     assert not server.alive
     server.start()
     assert server.alive
-    del said["model_info"]
+    del answers["model_info"]
     assert not server.alive
-    said["model_info"] = MODEL
-    assert not server.alive, "another may be there now"
+    answers["model_info"] = MODEL
+    assert not server.alive, "another server may run there now"
 
 
 @pytest.mark.integration
-def test_a_real_one_is_met_and_is_asked_again_after_it_was_let_go(live):
-    server = ExternalServer(live.server.url, _of(live))
-    assert not server.alive, "nobody has asked it yet"
+def test_a_real_server_is_checked_and_checked_again_after_stop(live):
+    server = ExternalServer(live.server.url, _requirements(live))
+    assert not server.alive, "its settings are not checked yet"
     server.start()
     assert server.alive
     server.stop()
@@ -129,11 +129,11 @@ def test_a_real_one_is_met_and_is_asked_again_after_it_was_let_go(live):
         with pytest.raises(
             ConfigError, match=next(iter(wrong)).replace("tensor_parallel_size", "tp_size 1")
         ):
-            ExternalServer(live.server.url, replace(_of(live), **wrong)).start()
+            ExternalServer(live.server.url, replace(_requirements(live), **wrong)).start()
 
 
 @pytest.mark.integration
-def test_a_real_router_is_used_at_its_address_and_refused_if_it_serves_others(live):
+def test_a_real_router_is_used_and_refused_if_it_serves_other_engines(live):
     router = ExternalRouter(live.router.url)
     router.wait_ready(5)
     assert router.alive and [worker["url"] for worker in router.workers()] == [live.server.url]
@@ -146,11 +146,11 @@ def test_a_real_router_is_used_at_its_address_and_refused_if_it_serves_others(li
     assert live.router.alive
 
 
-def test_a_router_that_is_not_there_is_named(tmp_path: Path):
+def test_the_error_of_a_missing_router_names_its_url(tmp_path: Path):
     with pytest.raises(EngineUnavailable, match=r"engine\.router_url: http://127\.0\.0\.1:9"):
         ExternalRouter(NOBODY).wait_ready(0.0)
     assert Router(EngineConfig(), port=None, log_path=tmp_path / "log").pid is None
 
 
-def _of(live: Any) -> ServerRequirements:
+def _requirements(live: Any) -> ServerRequirements:
     return ServerRequirements(str(live.model_dir), dtype="float32", tensor_parallel_size=1)

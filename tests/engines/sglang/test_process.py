@@ -1,4 +1,4 @@
-"""Command lines, ports, and servers that die or are left alone."""
+"""Command lines, ports, and servers that die (rlpipe.engines.sglang.process and server)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _server(model_dir: Path, log_path: Path, **sglang: object) -> Server:
     )
 
 
-def test_arguments_keep_sglangs_names():
+def test_arguments_keep_the_names_of_sglang():
     table = {
         "mem_fraction_static": 0.8,
         "enable-metrics": True,
@@ -72,7 +72,7 @@ def test_arguments_keep_sglangs_names():
     ]
 
 
-def test_arguments_of_ours_are_refused_with_the_key_to_use(tmp_path):
+def test_owned_arguments_are_refused_with_the_key_to_use(tmp_path):
     with pytest.raises(
         ConfigError, match=r"(?s)engine.sglang.tp_size.*resources.rollout_num_gpus_per_engine"
     ):
@@ -85,7 +85,7 @@ def test_arguments_of_ours_are_refused_with_the_key_to_use(tmp_path):
         )
 
 
-def test_an_argument_given_replaces_the_default(tmp_path):
+def test_a_configured_argument_replaces_the_default(tmp_path):
     make_model(tmp_path / "model", seed=0)
     line = _server(tmp_path / "model", tmp_path / "log", max_total_tokens=100).arguments()
     assert (
@@ -98,7 +98,7 @@ def test_an_argument_given_replaces_the_default(tmp_path):
     ("resources", "saves"),
     [({"colocate": True}, True), ({"colocate": True, "offload_rollout": False}, False)],
 )
-def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_its_order(
+def test_a_colocated_engine_can_release_memory_and_keeps_the_order_of_its_gpus(
     tmp_path, resources: dict[str, bool], saves: bool
 ):
     server = Server(
@@ -120,14 +120,12 @@ def test_an_engine_that_shares_gpus_can_give_up_their_memory_and_sees_those_in_i
     assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if saves else None)
 
 
-def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of_their_ranks(
-    tmp_path, monkeypatch
-):
+def test_servers_of_an_engine_on_several_nodes_get_their_node_rank_and_cpus(tmp_path, monkeypatch):
     make_model(tmp_path / "model", seed=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 7})
     monkeypatch.delenv(GLOO, raising=False)
 
-    def made(part: Part | None) -> Server:
+    def server_of(part: Part | None) -> Server:
         resources = ResourcesConfig(
             rollout_num_gpus=4, rollout_num_gpus_per_engine=4, num_gpus_per_node=2
         )
@@ -136,28 +134,28 @@ def test_servers_of_an_engine_that_spans_nodes_know_their_number_and_the_cpus_of
             tmp_path / "model", EngineConfig(), resources, device="cpu", part=part, **common
         )
 
-    server = made(Part(1, 2, "10.0.0.1:20000"))
+    server = server_of(Part(1, 2, "10.0.0.1:20000"))
     line = " ".join(server.arguments())
     assert "--tp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:20000" in line
     assert server.environment()[CPU_BINDING] == "4|5"
     assert GLOO not in server.environment(), "the others are on other machines"
     assert (
-        made(Part(1, 2, "127.0.0.1:20000")).environment()[GLOO]
-        == made(None).environment()[GLOO]
+        server_of(Part(1, 2, "127.0.0.1:20000")).environment()[GLOO]
+        == server_of(None).environment()[GLOO]
         == "lo"
     )
-    assert made(None).environment()[CPU_BINDING] == "4|5|7|4"
-    assert "--nnodes" not in made(None).arguments()
+    assert server_of(None).environment()[CPU_BINDING] == "4|5|7|4"
+    assert "--nnodes" not in server_of(None).arguments()
     monkeypatch.setenv(CPU_BINDING, "0-3|4-7")
-    assert CPU_BINDING not in server.environment(), "what the user says goes"
+    assert CPU_BINDING not in server.environment(), "the user's setting stays"
 
 
 @pytest.mark.parametrize(
-    ("device", "deterministic", "asked"),
+    ("device", "deterministic", "expected"),
     [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
 )
 def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(
-    tmp_path, device: Device, deterministic: bool, asked: bool
+    tmp_path, device: Device, deterministic: bool, expected: bool
 ):
     make_model(tmp_path / "model", seed=0)
     server = Server(
@@ -171,7 +169,7 @@ def test_engines_on_gpus_sample_by_seed_in_a_deterministic_run(
         device=device,
         deterministic=deterministic,
     )
-    assert ("--enable-deterministic-inference" in server.arguments()) is asked
+    assert ("--enable-deterministic-inference" in server.arguments()) is expected
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
@@ -179,11 +177,10 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
         _server(tmp_path, tmp_path / "log")
 
 
-def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(
+def test_an_environment_for_cpus_is_refused_on_a_machine_with_a_gpu(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where SGLang is without its kernels, its server would end with an ImportError, far down in a
-    log."""
+    """Without its kernels SGLang's server would end with an ImportError deep in a log."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     arguments = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
@@ -196,7 +193,7 @@ def test_a_gpu_and_an_environment_for_cpus_do_not_go_together(
 
 @pytest.fixture
 def on_gpu(tmp_path) -> Callable[..., list[str]]:
-    """The command line of a server on a GPU, with an engine and a model of these settings."""
+    """Return the command line of a server on a GPU with these engine and model settings."""
 
     def line(
         dtype: str = "bfloat16", sglang: dict[str, object] | None = None, **model: object
@@ -224,7 +221,7 @@ def test_a_model_in_32_bit_is_refused_on_gpus(on_gpu: Callable[..., list[str]]):
         ({"text_config": {}}, False),
     ],
 )
-def test_small_heads_take_an_attention_that_is_for_any(
+def test_a_model_with_small_heads_uses_triton_attention(
     on_gpu: Callable[..., list[str]], model: dict[str, int], small: bool
 ):
     line = on_gpu(**model)
@@ -235,7 +232,7 @@ def test_small_heads_take_an_attention_that_is_for_any(
 
 
 @pytest.mark.parametrize(
-    ("said", "sglang", "graphs"),
+    ("output", "sglang", "graphs"),
     [
         ("143771\n143771\n", {}, "512"),
         ("143771\n143771\n", {"cuda_graph_max_bs_decode": 64}, "64"),
@@ -245,17 +242,17 @@ def test_small_heads_take_an_attention_that_is_for_any(
         ("", {}, None),
     ],
 )
-def test_a_large_gpu_has_graphs_for_as_many_requests_as_are_sent(
+def test_a_large_gpu_captures_graphs_for_all_concurrent_requests(
     on_gpu: Callable[..., list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    said: str,
+    output: str,
     sglang: dict[str, object],
     graphs: str | None,
 ):
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    program.write_text(f"#!/bin/sh\nprintf '{output}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     line = on_gpu(sglang=sglang)
@@ -266,7 +263,7 @@ def test_a_large_gpu_has_graphs_for_as_many_requests_as_are_sent(
     ) == graphs
 
 
-def test_a_port_is_chosen_with_those_that_follow_it(monkeypatch):
+def test_a_free_port_can_include_the_following_ports(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         monkeypatch.setattr(ports, "RANGE", range(taken - 100, taken))
@@ -284,7 +281,7 @@ def test_a_taken_port_is_refused(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_server_that_dies_while_starting_shows_its_log(tmp_path):
+def test_the_error_of_a_server_that_dies_while_starting_shows_its_log(tmp_path):
     router = Router(
         EngineConfig(router={"prometheus_port": -1}), port=None, log_path=tmp_path / "log"
     )
@@ -295,7 +292,7 @@ def test_a_server_that_dies_while_starting_shows_its_log(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_server_that_is_not_ready_in_time_is_named(tmp_path):
+def test_the_error_of_a_server_that_is_not_ready_in_time_names_the_server(tmp_path):
     router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
     router.start()
     with pytest.raises(
@@ -309,7 +306,7 @@ def test_a_server_that_is_not_ready_in_time_is_named(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_server_that_loses_a_process_of_its_own_ends_at_once(tmp_path):
+def test_a_server_that_loses_a_child_process_ends_at_once(tmp_path):
     make_model(tmp_path / "model", seed=0)
     server = make_server(tmp_path / "model", tmp_path / "log")
     server.start()
@@ -326,7 +323,7 @@ def test_a_server_that_loses_a_process_of_its_own_ends_at_once(tmp_path):
 
 
 @pytest.mark.integration
-def test_nothing_is_left_when_the_parent_is_killed(tmp_path, repository):
+def test_all_processes_end_when_the_parent_is_killed(tmp_path, repository):
     make_model(tmp_path / "model", seed=0)
     parent = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path)],
@@ -372,7 +369,7 @@ def _listens(port: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("threads", "given", "kind"),
+    ("threads", "settings", "kind"),
     [
         (0, {}, "fork"),
         (1, {}, "spawn"),
@@ -380,8 +377,8 @@ def _listens(port: int) -> bool:
         (0, {"numa_node": [0]}, "spawn"),
     ],
 )
-def test_a_server_without_cuda_forks_its_processes_where_that_is_safe(
-    threads: int, given: dict[str, object], kind: str
+def test_a_server_without_cuda_forks_its_processes_if_that_is_safe(
+    threads: int, settings: dict[str, object], kind: str
 ):
     starts = f"""
 import multiprocessing, threading
@@ -389,7 +386,7 @@ from types import SimpleNamespace
 from rlpipe.engines.sglang.cpu_launch import _fork_single_threaded
 for _ in range({threads}):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-arguments = SimpleNamespace(**{{"dp_size": 1, "numa_node": None, **{given}}})
+arguments = SimpleNamespace(**{{"dp_size": 1, "numa_node": None, **{settings}}})
 spawn = lambda _: multiprocessing.set_start_method("spawn", force=True) or 7
 assert _fork_single_threaded(spawn, arguments) == 7
 print(multiprocessing.get_start_method())

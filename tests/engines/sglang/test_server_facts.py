@@ -1,4 +1,4 @@
-"""With what a server computes (rlpipe.engines.sglang.admin)."""
+"""Facts of a server for the record (rlpipe.engines.sglang.admin)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from rlpipe.engines.sglang.admin import Engine, server_facts
 
 
-def test_attention_is_named_by_phase_where_it_differs():
+def test_facts_name_the_attention_backend_by_phase_if_phases_differ():
     assert server_facts({"attention_backend": "fa3", "version": "0.5.21"}) == {
         "sglang": "0.5.21",
         "attention": "fa3",
@@ -26,13 +26,13 @@ def test_attention_is_named_by_phase_where_it_differs():
 
 
 @pytest.mark.integration
-async def test_a_real_server_says_it(live):
+async def test_a_real_server_reports_facts(live):
     async with Engine(live.server.url) as engine:
-        found = server_facts(await engine.server_info())
-    assert (found["device"], found["dtype"], found["attention"]) == (
+        facts = server_facts(await engine.server_info())
+    assert (facts["device"], facts["dtype"], facts["attention"]) == (
         "cpu",
         "float32",
         "torch_native",
     )
-    assert found["sglang"].startswith("0.5.")
-    assert found["max_total_num_tokens"] > 0
+    assert facts["sglang"].startswith("0.5.")
+    assert facts["max_total_num_tokens"] > 0

@@ -1,4 +1,4 @@
-"""Tensors in shared memory, read by a process that has nothing to do with ours."""
+"""An unrelated process reads tensors in shared memory (rlpipe.sync.transports.bucket_memory)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ for name, tensor in pickle.loads(sys.stdin.buffer.read()):
 """
 
 
-def read_elsewhere(pickled: bytes) -> list[str]:
+def read_in_another_process(pickled: bytes) -> list[str]:
     answer = subprocess.run(
         [sys.executable, "-c", READ], input=pickled, capture_output=True, check=True, timeout=120
     )
     return answer.stdout.decode().splitlines()
 
 
-def test_another_process_reads_what_was_placed_and_then_what_was_placed_next():
+def test_another_process_reads_each_placed_bucket():
     buffer = SharedBuffer()
     for scale in (1.0, 2.0):
         bucket = [
@@ -40,28 +40,30 @@ def test_another_process_reads_what_was_placed_and_then_what_was_placed_next():
         ]
         placed = buffer.place(bucket)
         assert placed is not None
-        assert read_elsewhere(references(placed)) == [
+        assert read_in_another_process(references(placed)) == [
             f"a torch.float32 (3, 5) {15 * scale}",
             f"b torch.bfloat16 (7,) {7 * scale}",
             f"c torch.float32 () {scale}",
         ]
 
 
-def test_each_reader_gets_a_reference_of_its_own_and_the_block_outlives_them_all():
+def test_each_reader_gets_its_own_reference_and_the_block_stays():
     buffer = SharedBuffer()
     for scale in (1.0, 2.0, 3.0):
         placed = buffer.place([("a", torch.full((4,), scale))])
         assert placed is not None
         for _ in range(3):
-            assert read_elsewhere(references(placed)) == [f"a torch.float32 (4,) {4 * scale}"]
+            assert read_in_another_process(references(placed)) == [
+                f"a torch.float32 (4,) {4 * scale}"
+            ]
 
 
-def test_without_room_there_is_no_place(monkeypatch, tmp_path):
+def test_without_shared_memory_no_bucket_is_placed(monkeypatch, tmp_path):
     monkeypatch.setattr(bucket_memory, "SHARED_MEMORY", tmp_path / "none")
     assert SharedBuffer().place([("a", torch.ones(4))]) is None
 
 
-def test_the_sharing_strategy_of_the_process_is_left_as_it_was():
+def test_the_sharing_strategy_of_the_process_is_restored():
     before = torch.multiprocessing.get_sharing_strategy()
     placed = SharedBuffer().place([("a", torch.ones(4))])
     assert placed is not None
@@ -70,15 +72,15 @@ def test_the_sharing_strategy_of_the_process_is_left_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("url", "here"),
+    ("url", "is_local"),
     [("http://127.0.0.1:80", True), ("http://[::1]:80", True), ("http://10.0.0.7:80", False)],
 )
-def test_only_loopback_addresses_are_on_this_machine(url, here):
-    assert is_loopback(url) is here
+def test_only_loopback_addresses_count_as_this_machine(url, is_local):
+    assert is_loopback(url) is is_local
 
 
 @pytest.mark.integration
-def test_the_bytes_go_over_http_where_memory_cannot_be_shared(live, monkeypatch, tmp_path):
+def test_bytes_go_over_http_without_shared_memory(live, monkeypatch, tmp_path):
     monkeypatch.setattr(bucket_memory, "SHARED_MEMORY", tmp_path / "none")
     live.model = make_model(tmp_path / "other", seed=99)
     transport = TensorTransport(transport_setup(live.model_dir))

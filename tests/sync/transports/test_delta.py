@@ -1,5 +1,4 @@
-"""What changed of a tensor's bytes, written small and put on again
-(rlpipe.sync.transports.delta)."""
+"""Changes of a tensor's bytes are encoded and applied (rlpipe.sync.transports.delta)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
 )
 @pytest.mark.parametrize("changed", [1, 70, 1000])
-def test_old_bytes_and_a_change_make_the_new_bytes(encoding, dtype, changed):
+def test_a_change_applied_to_the_old_bytes_gives_the_new_bytes(encoding, dtype, changed):
     torch.manual_seed(changed)
     old = torch.randn(1000).to(dtype)
     new = old.clone()
@@ -35,7 +34,7 @@ def test_old_bytes_and_a_change_make_the_new_bytes(encoding, dtype, changed):
 
 
 @given(st.binary(min_size=0, max_size=200).map(lambda data: data[: len(data) // 8 * 8]), st.data())
-def test_any_two_states_of_the_same_size_lead_to_each_other(data, more):
+def test_a_change_exists_between_any_two_states_of_one_size(data, more):
     old = np.frombuffer(data, np.uint8).copy()
     new = np.frombuffer(more.draw(st.binary(min_size=len(old), max_size=len(old))), np.uint8).copy()
     for encoding in ENCODINGS:
@@ -48,7 +47,7 @@ def test_any_two_states_of_the_same_size_lead_to_each_other(data, more):
             assert (change is None) == np.array_equal(old, new)
 
 
-def test_a_change_that_overwrites_may_be_put_on_twice_and_a_difference_may_not():
+def test_an_overwrite_change_can_be_applied_twice_and_a_xor_change_cannot():
     old = np.zeros(64, np.uint8)
     new = np.arange(64, dtype=np.uint8)
     for encoding, same in (("overwrite", True), ("xor", False)):
@@ -60,7 +59,7 @@ def test_a_change_that_overwrites_may_be_put_on_twice_and_a_difference_may_not()
         assert np.array_equal(memory, new) is same
 
 
-def test_a_step_of_a_small_learning_rate_is_a_small_part_of_the_weights():
+def test_a_step_at_a_small_learning_rate_gives_a_small_change():
     torch.manual_seed(0)
     weights = torch.randn(2**20) * 0.02
     old = bytes_of(weights.bfloat16())
@@ -89,7 +88,7 @@ def test_a_tensor_that_changed_its_size_is_refused():
         encode(np.zeros(4, np.uint8), np.zeros(8, np.uint8), 2, "xor")
 
 
-def test_a_checksum_sees_one_bit():
+def test_a_checksum_detects_one_changed_bit():
     data = np.zeros(1000, np.uint8)
     other = data.copy()
     other[500] = 1

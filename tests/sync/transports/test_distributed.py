@@ -1,4 +1,4 @@
-"""Weights broadcast into real engines over gloo."""
+"""Weights are broadcast to real engines over gloo (rlpipe.sync.transports.distributed)."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def _transport(model_dir: Path, **keywords) -> DistributedTransport:
     return DistributedTransport(transport_setup(model_dir, **keywords))
 
 
-class Member:
+class FakeEngine:
     """An engine that joins groups."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.stamp = "default"
         self.joined = 0
-        self.away = False
+        self.is_silent = False
 
     async def weight_version(self) -> str:
-        if self.away:
+        if self.is_silent:
             raise EngineUnavailable("no answer", where=self.url)
         return self.stamp
 
@@ -58,8 +58,8 @@ class Member:
         self.joined += 1
 
 
-class Group:
-    """One that nobody has to be there for."""
+class FakeGroup:
+    """A group that needs no engines."""
 
     address = "127.0.0.1"
     port = 1
@@ -83,7 +83,7 @@ def _require_equal(url: str, model) -> None:
 
 
 @pytest.mark.integration
-def test_after_a_broadcast_the_engine_is_the_new_model_and_the_group_is_kept(
+def test_after_a_broadcast_the_engine_computes_as_the_new_model_and_the_group_stays(
     live, transport, tmp_path
 ):
     groups = set()
@@ -112,7 +112,7 @@ def test_a_broadcast_can_be_checked_against_random_numbers(live, transport, tmp_
 
 
 @pytest.mark.integration
-def test_a_trainer_that_comes_after_one_that_died_ends_the_group_it_left(live, tmp_path):
+def test_a_new_trainer_ends_the_group_of_a_dead_one(live, tmp_path):
     first = _transport(live.model_dir)
     second = _transport(live.model_dir)
     first.send(live.model.state_dict().items(), Push("b@0@first", [live.server.url]))
@@ -124,9 +124,7 @@ def test_a_trainer_that_comes_after_one_that_died_ends_the_group_it_left(live, t
 
 
 @pytest.mark.integration
-def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_makes_another_group(
-    live, transport
-):
+def test_a_refused_bucket_ends_the_push_and_the_next_push_makes_a_new_group(live, transport):
     weights = live.model.state_dict()
     transport.send(weights.items(), Push("b@0@first", [live.server.url]))
     httpx.post(
@@ -145,20 +143,20 @@ def test_an_engine_that_refuses_a_bucket_ends_the_push_at_once_and_the_next_one_
     with pytest.raises(SyncError, match="the broadcast broke"):
         transport.send(tensors(), Push("b@0@refused", [live.server.url]))
     assert time.monotonic() - start_s < transport.setup.sync.timeout_s / 4, (
-        "nobody waits for the broadcast that hangs"
+        "the push does not wait for the hanging broadcast"
     )
     assert read == list(weights) and transport.members == ()
     transport.send(weights.items(), Push("b@0@again", [live.server.url]))
     _require_equal(live.server.url, live.model)
 
 
-async def test_a_server_that_was_started_again_gets_another_group_with_all_others(
+async def test_a_restarted_server_gets_a_new_group_with_all_engines(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(distributed, "BroadcastGroup", Group)
+    monkeypatch.setattr(distributed, "BroadcastGroup", FakeGroup)
     make_model(tmp_path, seed=0)
     transport = _transport(tmp_path)
-    engines = [Member("http://127.0.0.1:1"), Member("http://127.0.0.1:2")]
+    engines = [FakeEngine("http://127.0.0.1:1"), FakeEngine("http://127.0.0.1:2")]
     groups = []
     for number, restarted in enumerate((False, False, True, False)):
         if restarted:
@@ -169,13 +167,13 @@ async def test_a_server_that_was_started_again_gets_another_group_with_all_other
             engine.stamp = f"b@{number}@x"
     assert groups[0] is groups[1] and groups[1] is not groups[2] and groups[2] is groups[3]
     assert [engine.joined for engine in engines] == [2, 2]
-    engines[0].away = True
+    engines[0].is_silent = True
     session = Session(cast("Any", list(engines)), "b@4@x")
     await transport.connect(session)
     assert transport.members == (engines[1].url,) and list(session.unknown) == [engines[0].url]
 
 
-async def test_what_an_engine_says_of_a_broken_broadcast_goes_before_what_gloo_says(tmp_path):
+async def test_the_error_of_a_broken_broadcast_is_that_of_the_engine(tmp_path):
     async def closed() -> None:
         raise RuntimeError("Connection closed by peer")
 
@@ -188,12 +186,12 @@ async def test_what_an_engine_says_of_a_broken_broadcast_goes_before_what_gloo_s
         await _transport(tmp_path)._together([closed(), rejected()], Session([], "b@0@x"))
 
 
-def test_engines_elsewhere_meet_us_at_the_address_of_the_interface_that_leads_to_them():
+def test_remote_engines_connect_to_the_interface_that_routes_to_them():
     assert own_address_towards("http://127.0.0.1:30000") == "127.0.0.1"
     assert own_address_towards("http://127.0.0.9:30000").startswith("127.0.0.")
 
 
-def test_a_group_that_nobody_joins_is_given_up():
+def test_a_group_without_members_times_out():
     group = BroadcastGroup(1, address="127.0.0.1", backend="gloo", timeout_s=0.5)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         group.join()

@@ -1,5 +1,6 @@
-"""Handles to packed memory, read by real engines and across ranks. Without CUDA the memory is
-shared by name."""
+"""Real engines and other ranks read handles to packed memory (rlpipe.sync.transports.ipc).
+
+Without CUDA the memory is shared by name."""
 
 from __future__ import annotations
 
@@ -30,8 +31,7 @@ RANKS = {"a": [0], "b": [1]}
 
 
 def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
-    """Rank 0 packs two passes and reads every handle; rank 1 assists, then both give the push up
-    after its first bucket."""
+    """Pack two passes, read every handle on rank 0, then end a second push after one bucket."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
@@ -46,7 +46,7 @@ def both_ranks(rank: int, world_size: int, port: int, model_dir: str) -> list:
             transport.send(tensors.items(), Push("b@0@y", engine_ranks=RANKS)).size_bytes,
         ]
     else:
-        found = [_read(transport, tensors, 2), _given_up(transport, tensors)]
+        found = [_read(transport, tensors, 2), _end_early(transport, tensors)]
     dist.destroy_process_group()
     return found
 
@@ -75,8 +75,10 @@ def _read(transport: IpcTransport, tensors: dict, passes: int) -> list[bool]:
 def with_an_engine_on_one_rank(
     rank: int, world_size: int, port: int, model_dir: str
 ) -> list[tuple[int, int]]:
-    """Rank 0 sends to an engine on rank 1 alone; on each rank, of three pushes, the sizes of
-    handles that lead nowhere and what its process has left in shared memory."""
+    """Push three times to an engine on the GPU of rank 1.
+
+    Returns for each push the bytes of handles that no engine opens, and the number of shared memory
+    files that this process has left."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
@@ -98,7 +100,7 @@ def with_an_engine_on_one_rank(
     return found
 
 
-def _given_up(transport: IpcTransport, tensors: dict) -> list[int]:
+def _end_early(transport: IpcTransport, tensors: dict) -> list[int]:
     lengths = []
     for handles, _ in transport.packed(iter(tensors.items()), Push("b@0@y", engine_ranks=RANKS)):
         lengths.append(len(handles.by_rank))
@@ -120,7 +122,7 @@ def _scores(url: str) -> list[float]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("check", [False, True])
-def test_after_a_push_of_handles_the_engine_is_the_new_model(live, tmp_path, check):
+def test_after_a_push_of_handles_the_engine_computes_as_the_new_model(live, tmp_path, check):
     model = make_model(tmp_path / "other", seed=31 + check)
     transport = _transport(live.model_dir)
     report = transport.send(
@@ -137,11 +139,11 @@ def test_after_a_push_of_handles_the_engine_is_the_new_model(live, tmp_path, che
     np.testing.assert_allclose(
         _scores(live.server.url), log_probs(model, TOKENS[:1], TOKENS[1:]), atol=1e-4
     )
-    assert not transport._slots, "the memory is given back"
+    assert not transport._slots, "the memory is released"
 
 
 @pytest.mark.integration
-def test_a_push_of_handles_that_fails_reads_all_tensors_and_the_next_one_succeeds(live):
+def test_a_failed_push_of_handles_reads_all_tensors_and_the_next_push_succeeds(live):
     transport = _transport(live.model_dir)
     read = []
     engine_ranks = {live.server.url: [0], NOWHERE: [0]}
@@ -160,7 +162,7 @@ def test_a_push_of_handles_that_fails_reads_all_tensors_and_the_next_one_succeed
     assert report.engines == (live.server.url,)
 
 
-def test_an_engine_without_a_place_is_refused_before_anything_is_sent(tmp_path):
+def test_an_engine_on_other_gpus_is_refused_before_the_push(tmp_path):
     make_model(tmp_path, seed=0)
 
     async def connect() -> None:
@@ -171,7 +173,7 @@ def test_an_engine_without_a_place_is_refused_before_anything_is_sent(tmp_path):
         asyncio.run(connect())
 
 
-def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
+def test_a_flat_bucket_of_mixed_dtypes_is_unpacked_as_in_sglang():
     bucket = [
         ("a.weight", torch.arange(5).to(torch.float8_e4m3fn)),
         ("a.weight_scale_inv", torch.tensor([[0.5]])),
@@ -196,7 +198,7 @@ def test_a_flat_bucket_of_mixed_dtypes_is_cut_up_again_as_sglang_does():
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [([0], 2), ([0, 1], 3)])
-def test_an_engine_of_several_ranks_may_read_a_bucket_until_it_has_answered_to_the_next(
+def test_an_engine_of_several_ranks_can_read_a_bucket_until_it_answers_to_the_next(
     tmp_path, ranks: list[int], slots: int
 ):
     model = make_model(tmp_path, seed=0)
@@ -216,7 +218,7 @@ def test_an_engine_of_several_ranks_may_read_a_bucket_until_it_has_answered_to_t
 
 
 @pytest.mark.integration
-def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_over(tmp_path):
+def test_each_of_two_ranks_packs_its_own_memory_and_stops_when_the_push_ends(tmp_path):
     make_model(tmp_path, seed=0)
     ranks = Ranks(2)
     try:
@@ -224,12 +226,12 @@ def test_of_two_ranks_each_packs_its_own_memory_and_both_stop_when_the_push_is_o
     finally:
         ranks.stop()
     assert all(read) and len(read) == 2 * 2 * len(expected_shapes(tmp_path))
-    assert lengths[0] == 2 and set(lengths[1:]) == {0}, "nobody packs for a push that is over"
+    assert lengths[0] == 2 and set(lengths[1:]) == {0}, "no rank packs after the end of a push"
     assert assisted[0] == 2 * assisted[1]
 
 
 @pytest.mark.integration
-def test_a_rank_that_shares_no_engines_gpu_makes_no_handles_and_no_memory_is_left_of_a_push(
+def test_a_rank_without_engine_makes_no_handles_and_a_push_leaves_no_memory(
     tmp_path,
 ):
     make_model(tmp_path, seed=0)

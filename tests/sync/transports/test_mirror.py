@@ -1,5 +1,6 @@
-"""A mirror's files may be anything, after a power cut or by whoever can write there: each is right,
-or one named error (rlpipe.sync.transports.mirror)."""
+"""A mirror with damaged files gives the right weights or one named error.
+
+A power cut, or another process, can leave any bytes (rlpipe.sync.transports.mirror)."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def publish(
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    """Two versions: all tensors, and what changed."""
+    """A store with a full version and a delta version."""
     store = WeightStore(str(tmp_path / "shared"))
     first = publish(store, 1, OLD, {name: checksum(tensor) for name, tensor in OLD.items()}, None)
     change = encode(raw(NEW["a"]), raw(OLD["a"]), 4, SYNC.update_weight_delta_encoding)
@@ -75,7 +76,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 def rewrite(store: WeightStore, version: int, **changes: Any) -> None:
-    """Another record of a version."""
+    """Change the record of a version."""
     path = store.path(stamp(version)) / RECORD
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -84,7 +85,7 @@ def held(mirror: Mirror) -> dict[str, np.ndarray]:
     return safetensors.numpy.load_file(mirror.weights / "part.safetensors")
 
 
-def test_a_mirror_follows_what_is_published(store: WeightStore, tmp_path: Path):
+def test_a_mirror_fetches_the_published_version(store: WeightStore, tmp_path: Path):
     mirror = Mirror(tmp_path / "m")
     mirror.fetch(store, stamp(2), timeout_s=5)
     assert all(np.array_equal(held(mirror)[name], NEW[name]) for name in NEW)
@@ -93,7 +94,7 @@ def test_a_mirror_follows_what_is_published(store: WeightStore, tmp_path: Path):
 @pytest.mark.parametrize(
     "record", [b"", b"{", b"[]", b"{}", b'{"stamp": 7}', b"\xff\xfe", b"[" * 100_000]
 )
-def test_a_mirror_whose_record_is_damaged_holds_nothing_and_is_brought_anew(
+def test_a_mirror_with_a_damaged_record_is_fetched_again(
     store: WeightStore, tmp_path: Path, record: bytes
 ):
     mirror = Mirror(tmp_path / "m")
@@ -133,7 +134,7 @@ ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         b"[" * 100_000,
     ],
 )
-def test_a_header_that_names_no_bytes_of_the_file_is_named(tmp_path: Path, header: Any):
+def test_the_error_of_a_damaged_header_names_the_file(tmp_path: Path, header: Any):
     path = file_of(tmp_path, header)
     with pytest.raises(SyncError, match="a file of weights cannot be read") as caught:
         list(tensor_positions(path))
@@ -145,7 +146,7 @@ def test_a_header_that_names_no_bytes_of_the_file_is_named(tmp_path: Path, heade
 
 
 @given(st.binary(max_size=64), st.integers(0, 100))
-def test_a_file_of_any_bytes_is_read_or_named(
+def test_a_file_of_any_bytes_is_read_or_refused_with_its_name(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, place: int
 ):
     path = tmp_path_factory.mktemp("any") / "x.safetensors"
@@ -160,7 +161,7 @@ def test_a_file_of_any_bytes_is_read_or_named(
     )
 
 
-def test_a_lost_file_is_named(tmp_path: Path):
+def test_the_error_of_a_missing_file_names_it(tmp_path: Path):
     with pytest.raises(RlpipeError, match="does not exist"):
         list(tensor_positions(tmp_path / "gone.safetensors"))
 
@@ -176,7 +177,7 @@ def test_a_lost_file_is_named(tmp_path: Path):
         (1, {"checksums": {"other": "0"}}, "the mirror does not have this tensor"),
     ],
 )
-def test_a_record_that_does_not_fit_its_files_is_named(
+def test_a_record_that_does_not_fit_its_files_is_refused(
     store: WeightStore, tmp_path: Path, version: int, changes: dict[str, Any], problem: str
 ):
     rewrite(store, version, **changes)
@@ -184,7 +185,7 @@ def test_a_record_that_does_not_fit_its_files_is_named(
         Mirror(tmp_path / "m").fetch(store, stamp(2), timeout_s=5)
 
 
-def test_changes_that_are_no_bytes_are_named(store: WeightStore, tmp_path: Path):
+def test_changes_of_another_dtype_than_uint8_are_refused(store: WeightStore, tmp_path: Path):
     path = store.path(stamp(2)) / "part.safetensors"
     safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, path)
     rewrite(
@@ -198,7 +199,7 @@ def test_changes_that_are_no_bytes_are_named(store: WeightStore, tmp_path: Path)
         Mirror(tmp_path / "m").fetch(store, stamp(2), timeout_s=5)
 
 
-def test_a_change_that_does_not_fit_says_of_which_tensor(store: WeightStore, tmp_path: Path):
+def test_the_error_of_a_wrong_change_names_the_tensor(store: WeightStore, tmp_path: Path):
     path = store.path(stamp(2)) / "part.safetensors"
     safetensors.numpy.save_file({"a": np.frombuffer(zstandard.compress(b"\x01"), np.uint8)}, path)
     rewrite(
@@ -212,7 +213,7 @@ def test_a_change_that_does_not_fit_says_of_which_tensor(store: WeightStore, tmp
         Mirror(tmp_path / "m").fetch(store, stamp(2), timeout_s=5)
 
 
-def test_a_change_that_says_it_is_of_any_size_is_named():
+def test_a_change_that_claims_a_huge_size_is_refused():
     frame = bytearray(zstandard.ZstdCompressor().compress(b"x" * 300))
     frame[5:7] = b"\xff\xff"
     huge = (

@@ -1,4 +1,4 @@
-"""Weights pushed over HTTP into a real engine."""
+"""Weights are pushed over HTTP into a real engine (rlpipe.sync.transports.tensor)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _sampled(url: str) -> list:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("buffer_size_bytes", [1, 40_000, 512 * 1024**2])
-def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_bytes):
+def test_after_a_push_the_engine_computes_as_the_new_model(live, tmp_path, buffer_size_bytes):
     model = make_model(tmp_path / "other", seed=buffer_size_bytes % 1000 + 7)
     transport = _transport(live.model_dir, buffer_size_bytes=buffer_size_bytes)
     report = transport.send(
@@ -66,7 +66,7 @@ def test_after_a_push_the_engine_is_the_new_model(live, tmp_path, buffer_size_by
 
 
 @pytest.mark.integration
-def test_engines_sample_again_before_the_memory_of_a_push_is_given_back(live, monkeypatch):
+def test_engines_sample_before_the_memory_of_a_push_is_released(live, monkeypatch):
     sampling = Event()
     resume = Session.resume
 
@@ -74,19 +74,19 @@ def test_engines_sample_again_before_the_memory_of_a_push_is_given_back(live, mo
         await resume(session, **keywords)
         sampling.set()
 
-    class Lasting(TensorTransport):
+    class SlowTransport(TensorTransport):
         def packed(self, *arguments):
             yield from super().packed(*arguments)
-            assert sampling.wait(20.0), "engines wait for it"
+            assert sampling.wait(20.0), "engines wait for the memory to be released"
 
     monkeypatch.setattr(Session, "resume", resumed)
-    transport = Lasting(transport_setup(live.model_dir))
+    transport = SlowTransport(transport_setup(live.model_dir))
     report = transport.send(live.model.state_dict().items(), Push("b@0@lasting", [live.server.url]))
     assert report.engines == (live.server.url,) and "give memory back" in report.steps
 
 
 @pytest.mark.integration
-def test_an_engine_without_a_cache_is_left_paused(live):
+def test_an_engine_without_a_cache_stays_paused(live):
     _transport(live.model_dir).send(
         live.model.state_dict().items(), Push("b@0@paused", [live.server.url], resume=False)
     )
@@ -105,7 +105,7 @@ def test_an_engine_without_a_cache_is_left_paused(live):
 
 
 @pytest.mark.integration
-def test_an_engine_that_does_not_answer_is_unknown_and_the_others_are_current(live):
+def test_a_silent_engine_is_unknown_and_the_other_engines_are_current(live):
     report = _transport(live.model_dir).send(
         live.model.state_dict().items(), Push("b@0@two", [live.server.url, NOWHERE])
     )
@@ -115,7 +115,7 @@ def test_an_engine_that_does_not_answer_is_unknown_and_the_others_are_current(li
 
 
 @pytest.mark.integration
-def test_a_push_that_fails_leaves_the_engine_paused_until_one_succeeds(live):
+def test_a_failed_push_leaves_the_engine_paused_until_a_push_succeeds(live):
     read = []
 
     def broken():
@@ -168,7 +168,7 @@ def test_a_push_can_be_checked_against_random_numbers(live, tmp_path):
 
 
 @pytest.mark.integration
-def test_a_tensor_that_is_not_sent_is_named_by_a_checked_push(live):
+def test_a_checked_push_names_a_tensor_that_was_not_sent(live):
     transport = _transport(live.model_dir)
     left_out = "model.layers.1.mlp.down_proj.weight"
     del transport.expected[left_out]

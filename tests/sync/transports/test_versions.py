@@ -1,5 +1,6 @@
-"""Weights as files: written by ranks, found by stamp, brought to a machine
-(rlpipe.sync.{versions,disk,mirror})."""
+"""Ranks write versions of the weights and mirrors fetch them.
+
+Covers `disk`, `delta`, `versions` and `mirror` of rlpipe.sync.transports."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Trainer:
         ]
 
     def step(self, names: str = "") -> None:
-        """Change the last bits of the tensors with this in their names."""
+        """Change the last bits of the tensors with `names` in their name."""
         for name, tensor in self.model.state_dict().items():
             if names in name:
                 tensor.mul_(1.0001)
@@ -72,8 +73,8 @@ class Trainer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
-    def are(self, folder: Path) -> bool:
-        """Does the folder hold these very weights?"""
+    def matches(self, folder: Path) -> bool:
+        """True if the folder holds exactly these weights."""
         found = read(folder)
         expected = {name: tensor for name, tensor in self.tensors() if name != "lm_head.weight"}
         return found.keys() == expected.keys() and all(
@@ -93,7 +94,7 @@ def test_a_full_version_is_a_directory_that_an_engine_can_load(tmp_path):
     trainer = Trainer(tmp_path, transport="disk")
     made = trainer.write(1)
     folder = trainer.store.path(stamp(1))
-    assert trainer.are(folder)
+    assert trainer.matches(folder)
     assert (folder / HF_INDEX).is_file() and not (folder / "config.json").exists()
     assert len(made.files) > RANKS, "the ranks take turns"
     assert made.full_bytes == sum(
@@ -116,22 +117,22 @@ def test_a_mirror_follows_the_chain_whatever_it_holds(tmp_path, encoding):
     near = Mirror(tmp_path / "near")
     far = Mirror(tmp_path / "far")
     trainer.write(1)
-    assert trainer.are(near.fetch(trainer.store, stamp(1), timeout_s=5))
+    assert trainer.matches(near.fetch(trainer.store, stamp(1), timeout_s=5))
     trainer.step("layers.1")
     changes = trainer.write(2, base=1)
     assert set(changes.checksums) == {name for name, _ in trainer.tensors() if "layers.1" in name}
     assert changes.size_bytes < changes.full_bytes
-    assert trainer.are(near.fetch(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.matches(near.fetch(trainer.store, stamp(2), timeout_s=5))
     for version in (3, 4):
         trainer.step()
         trainer.write(version, base=version - 1)
     for mirror in (near, far, far):
-        assert trainer.are(mirror.fetch(trainer.store, stamp(4), timeout_s=5))
+        assert trainer.matches(mirror.fetch(trainer.store, stamp(4), timeout_s=5))
         assert mirror.held() == stamp(4)
 
 
 @pytest.mark.integration
-def test_an_object_store_will_do(tmp_path, monkeypatch):
+def test_an_object_store_holds_versions(tmp_path, monkeypatch):
     with seaweed(tmp_path / "s3") as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -142,21 +143,21 @@ def test_an_object_store_will_do(tmp_path, monkeypatch):
         trainer.step()
         made = trainer.write(1)
         assert {len(file.sha256 or "") for file in made.files} == {64}
-        assert trainer.are(mirror.fetch(trainer.store, stamp(1), timeout_s=5))
+        assert trainer.matches(mirror.fetch(trainer.store, stamp(1), timeout_s=5))
         trainer.step()
         trainer.write(2, base=1)
-        assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
+        assert trainer.matches(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
         trainer.store.remove_others(trainer.write(3))
         assert trainer.store.find(stamp(2)) is None
-        assert trainer.are(mirror.fetch(trainer.store, stamp(3), timeout_s=5))
-        assert list(tmp_path.glob("tmp*")) == [], "nothing is left on the way"
+        assert trainer.matches(mirror.fetch(trainer.store, stamp(3), timeout_s=5))
+        assert list(tmp_path.glob("tmp*")) == [], "no temporary file is left"
 
 
-def test_nothing_changed_is_a_version_without_files(tmp_path):
+def test_a_version_without_changes_has_no_files(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     trainer.write(1)
     assert trainer.write(2, base=1).files == ()
-    assert trainer.are(Mirror(tmp_path / "m").fetch(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.matches(Mirror(tmp_path / "m").fetch(trainer.store, stamp(2), timeout_s=5))
 
 
 def test_changes_of_other_weights_are_refused(tmp_path):
@@ -175,7 +176,7 @@ def test_changes_of_other_weights_are_refused(tmp_path):
     assert mirror.held() == stamp(1)
 
 
-def test_a_mirror_with_wrong_bytes_is_noticed_and_made_anew(tmp_path):
+def test_a_mirror_with_wrong_bytes_is_fetched_again(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
@@ -186,10 +187,10 @@ def test_a_mirror_with_wrong_bytes_is_noticed_and_made_anew(tmp_path):
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.matches(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
 
 
-def test_a_mirror_that_was_killed_while_it_took_changes_starts_over(tmp_path, monkeypatch):
+def test_a_mirror_killed_while_applying_changes_starts_over(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
@@ -205,10 +206,10 @@ def test_a_mirror_that_was_killed_while_it_took_changes_starts_over(tmp_path, mo
         with pytest.raises(KeyboardInterrupt):
             mirror.fetch(trainer.store, stamp(2), timeout_s=5)
     assert mirror.held() is None
-    assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.matches(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
 
 
-def test_files_that_are_not_what_was_written_are_never_held(tmp_path):
+def test_a_mirror_refuses_files_with_wrong_bytes(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     made = trainer.write(1)
@@ -221,7 +222,7 @@ def test_files_that_are_not_what_was_written_are_never_held(tmp_path):
     assert mirror.held() is None
 
 
-def test_a_mirror_whose_files_are_torn_is_made_anew(tmp_path):
+def test_a_mirror_with_truncated_files_is_fetched_again(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     mirror = Mirror(tmp_path / "m")
     trainer.write(1)
@@ -230,7 +231,7 @@ def test_a_mirror_whose_files_are_torn_is_made_anew(tmp_path):
     trainer.write(2, base=1)
     for file in mirror.weights.iterdir():
         file.write_bytes(b"\xff" * 100)
-    assert trainer.are(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
+    assert trainer.matches(mirror.fetch(trainer.store, stamp(2), timeout_s=5))
     trainer.step()
     made = trainer.write(3, base=2)
     changes = trainer.store.path(stamp(3)) / made.files[0].name
@@ -256,7 +257,7 @@ def test_a_mirror_whose_files_are_torn_is_made_anew(tmp_path):
         ),
     ],
 )
-def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, error, expected):
+def test_a_full_disk_is_reported_and_leaves_no_file(tmp_path, error, expected):
     store = WeightStore(str(tmp_path))
 
     def save(path: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, error, expected
     assert list(store.path(stamp(1)).iterdir()) == []
 
 
-def test_an_unfinished_version_is_none_and_breaks_the_chain(tmp_path):
+def test_an_unfinished_version_does_not_count_and_breaks_the_chain(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     trainer.write(1)
     trainer.step()
@@ -281,7 +282,7 @@ def test_an_unfinished_version_is_none_and_breaks_the_chain(tmp_path):
     assert trainer.store.find(stamp(2)) is None
 
 
-def test_a_full_version_makes_room(tmp_path):
+def test_a_full_version_allows_removing_the_others(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     trainer.write(1)
     trainer.step()
@@ -295,7 +296,7 @@ def test_a_full_version_makes_room(tmp_path):
     assert trainer.store.chain(stamp(3)) == [newest]
 
 
-def test_ranks_that_remember_something_else_write_no_changes(tmp_path):
+def test_a_rank_that_does_not_remember_the_base_writes_no_changes(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     with pytest.raises(SyncError, match="not remembered"):
         trainer.write(2, base=1)
@@ -321,15 +322,15 @@ def test_a_share_without_all_tensors_is_refused(tmp_path):
         trainer.writers[0].send(some, Push(stamp(1)))
 
 
-def test_another_attempt_writes_over_what_one_has_left(tmp_path):
+def test_a_second_attempt_overwrites_files_of_the_first(tmp_path):
     trainer = Trainer(tmp_path, transport="disk")
     trainer.writers[0].send(trainer.tensors(), Push(stamp(1)))
     trainer.step()
     trainer.write(1)
-    assert trainer.are(trainer.store.path(stamp(1)))
+    assert trainer.matches(trainer.store.path(stamp(1)))
 
 
-def test_what_the_trainer_remembers_is_not_its_own_memory(tmp_path):
+def test_remembered_bytes_are_a_copy_of_the_parameters(tmp_path):
     trainer = Trainer(tmp_path, transport="delta")
     trainer.write(1)
     trainer.step()
