@@ -60,6 +60,7 @@ def _make_scalars_strict(schema: Any) -> None:
         if isinstance(kind := schema.get("type"), str) and kind in STRICT_TYPES:
             schema["strict"] = True
         for name, part in schema.items():
+            # These parts are data, which may contain a key `type` by chance.
             if name not in ("metadata", "default", "serialization"):
                 _make_scalars_strict(part)
 

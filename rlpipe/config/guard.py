@@ -47,10 +47,10 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    raise
+                    raise  # a request to cancel the task, which must pass through
                 raise _ended_python(function, error) from error
             except (Exception, GeneratorExit):
-                raise
+                raise  # GeneratorExit: the event loop closes the coroutine
             except BaseException as error:
                 raise _ended_python(function, error) from error
             finally:
@@ -83,8 +83,10 @@ def exit_if_forked(pid: int, function: object) -> None:
     raised = f" and raised {error_text(error)}" if error is not None else ""
     line = f"{_name(function)}: a forked copy returned from the function{raised}; copy ended\n"
     try:
+        # Not print: the copy may have inherited a locked or half-written buffer of sys.stderr.
         os.write(2, line.encode(errors="replace"))
     finally:
+        # Not sys.exit: exit handlers of the copy would close the parent's connections.
         os._exit(FORKED_STATUS)
 
 

@@ -153,6 +153,7 @@ def _python_files(folder: Path) -> list[str]:
 
 def _import_file(file: Path, path: str) -> ModuleType:
     source = _read(file, path)
+    # The name contains path and content: a changed file is a new module, an equal one is reused.
     digest = hashlib.sha256(str(file.absolute()).encode() + b"\0" + source).hexdigest()
     name = f"rlpipe_hook_{file.stem}_{digest[:16]}"
     if name in sys.modules:
@@ -165,7 +166,7 @@ def _import_file(file: Path, path: str) -> ModuleType:
     # Registered before the execution, because dataclasses and pickle look the module up by name.
     sys.modules[name] = module
     if b"slime" in source:
-        provide()
+        provide()  # so that `from slime... import` works without slime
     complete = False
     try:
         _run_import(lambda: loader.exec_module(module), "cannot import the hook's file", path)

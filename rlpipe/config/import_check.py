@@ -116,7 +116,7 @@ class ImportCheck:
         self._process = None
         if process is None:
             return
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # the process may have ended by itself
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         os.close(self._results)
@@ -143,6 +143,7 @@ class ImportCheck:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[child_end],
+                # A process group, so that `end` also kills processes that the files started.
                 start_new_session=True,
             )
         os.close(child_end)
@@ -155,6 +156,7 @@ class ImportCheck:
         deadline = time.monotonic() + self._timeout_s
         assert self._process is not None
         while b"\n" not in self._unread:
+            # Poll before the read: output written just before the end is still received.
             ended = self._process.poll() is not None
             received = self._receive(0.0 if ended else POLL_INTERVAL_S)
             if ended and not received:
@@ -250,13 +252,16 @@ def main() -> None:
     from rlpipe.system.orphan import end_with
 
     task = json.loads(sys.stdin.buffer.read())
+    # A file that reads standard input gets its end instead of the rest of the task.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if sys.platform == "linux":
         end_with(task["parent"])
     sys.path.extend(entry for entry in task["path"] if entry not in sys.path)
     results = task["results"]
     pid = os.getpid()
+    # A program that a file starts must not keep the pipe open or write to it.
     os.set_inheritable(results, False)
+    # An audit hook also sees the forks of multiprocessing.
     sys.addaudithook(_refuse_forks)
     for values in task["files"]:
         error = _import_error(UserFile(**{**values, "names": tuple(values["names"])}))

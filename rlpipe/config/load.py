@@ -87,7 +87,7 @@ def use_home(folder: str | None) -> None:
             "a folder needs a name", where="--home", found=repr(folder), expected="a folder"
         )
     os.environ[HOME_VARIABLE] = folder
-    os.environ[HOME_VARIABLE] = str(home())
+    os.environ[HOME_VARIABLE] = str(home())  # absolute: children may have another directory
 
 
 def load_run(
@@ -114,7 +114,7 @@ def unused_keys(
     """
     config, origin = _load(recipe, overrides, run)
     if Path(origin.file).resolve().parent in (RECIPES, SLIME_DEFAULTS):
-        origin.lines = {}
+        origin.lines = {}  # report overrides only
     return unused(config, origin)
 
 
@@ -189,7 +189,7 @@ def validate(values: dict[str, Any], origin: Origin | None = None) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise explain(error, origin) from None
+        raise explain(error, origin) from None  # pydantic's text would repeat every problem
     check_megatron(config.train.megatron)
     check_sglang(config.engine.sglang)
     check_router(config.engine.router)

@@ -146,6 +146,7 @@ def _similar_keys(name: str, model: type[BaseModel] | None) -> list[str]:
     """Return similar keys: siblings first, then keys of the same name in other sections."""
     if model is None:
         return []
+    # A key in the wrong section is as common as a typing error.
     siblings = nearest(name, model.model_fields)
     elsewhere = [dotted for dotted in all_keys() if dotted.rpartition(".")[2] == name]
     if siblings or elsewhere:

@@ -176,6 +176,7 @@ class RunConfig(Config):
             return values
         values = dict(values)
         seed = values.get("seed", 0)
+        # Before validation, because models are frozen. A wrong type is left to the field's error.
         for section, key in (("data", "rollout_seed"), ("train", "seed")):
             if type(seed) is int and isinstance(section_values := values.get(section, {}), dict):
                 values[section] = {key: seed, **section_values}
@@ -266,7 +267,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _rewards_of_a_prompt_can_be_compared(self):
         if self.rollout.n_samples_per_prompt > 1 or self.debug.debug_rollout_only:
-            return self
+            return self  # rollouts without training need no comparison
         fans_out = bool(
             self.rollout.custom_generate_function_path or self.rollout.rollout_function_path
         )

@@ -53,12 +53,12 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012 - PyYAML's own class attribute
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True
+        return True  # repeated values are written out instead of `*id001`
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MOST_DIGITS:  # int() of a long text takes quadratic time
         raise ValueError(f"a number of {len(text)} digits")
     return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
 
@@ -112,7 +112,7 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
         ) from error
     finally:
         if loader is not None:
-            loader.dispose()
+            loader.dispose()  # breaks reference cycles of PyYAML's state machine
 
 
 def read(path: Path, title: str, flag: str | None = None) -> str:
@@ -125,7 +125,7 @@ def read(path: Path, title: str, flag: str | None = None) -> str:
     try:
         content = read_plain(path, at_most_bytes=MOST_BYTES)
         if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise ValueError("UTF-16")
+            raise ValueError("UTF-16")  # clearer than an error about byte 0xff
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error

@@ -37,6 +37,7 @@ def checkout() -> Path | None:
     for entry in sys.path:
         folder = Path(entry or ".")
         if (folder / "megatron" / "core" / "__init__.py").is_file():
+            # The first entry of sys.path wins in an import, so later ones do not matter.
             return None if any(folder.glob("megatron_core-*.dist-info")) else folder.absolute()
     return None
 
