@@ -110,11 +110,25 @@ def combined_disk_space(
     return policy.combined_with(critic)
 
 
+def _load_teacher(
+    teacher_dir: str, model: ModelConfig, train: TrainConfig, deterministic: bool
+) -> ScoringModel:
+    teacher = build_scoring_model(teacher_dir, model, train, deterministic=deterministic)
+    load_weights(teacher.bridge, [teacher.ddp], teacher_dir)
+    return teacher
+
+
 class MegatronEngine(MegatronRank):
     """One rank of the policy.
 
     Raises: ConfigError for a configuration or model directory that cannot be trained.
     """
+
+    _trained: TrainedModel | None = None
+    _reference: HostCopy | None = None
+    _critic: Critic | None = None
+    _teacher: ScoringModel | None = None
+    _exchange: CriticExchange | None = None
 
     def __init__(
         self,
@@ -138,55 +152,39 @@ class MegatronEngine(MegatronRank):
     ) -> None:
         """Join the other ranks at `master` (host, port; rank 0 listens) and build the model.
 
-        The weights are undefined until they are loaded. A second engine of the same processes needs
-        another port, because a rank that is ahead could otherwise connect to the old one.
-
-        `threads`: CPU threads of this rank without CUDA. `deterministic`: see `reproducibility`.
-        `critic`: build a critic in the same ranks; its schedule has `critic_optimizer_steps`.
-        `critic_exchange`: address of the exchange with a critic that has its own ranks
-        (`critic_engine`). `teacher_dir`: the teacher's Hugging Face directory. `hooks`: user
-        functions. `timeout_s`: deadline of every collective.
+        The weights are undefined until they are loaded. `threads`: CPU threads of this rank without
+        CUDA. `deterministic`: see `reproducibility`. `critic`: build a critic in the same ranks,
+        with a schedule of `critic_optimizer_steps`. `critic_exchange`: address of the exchange with
+        a critic that has its own ranks (`critic_engine`). `teacher_dir`: the teacher's Hugging Face
+        directory. `hooks`: user functions. `timeout_s`: deadline of every collective.
         """
         self._model_dir = model_dir
         self._temperature = rollout_temperature
         self._join(
-            train,
-            where="train.parallel",
-            rank=rank,
-            world_size=world_size,
-            master=master,
-            threads=threads,
-            deterministic=deterministic,
-            timeout_s=timeout_s,
+            train, "train.parallel", rank, world_size, master, threads, timeout_s, deterministic
         )
-        self._reference: HostCopy | None = None
-        self._critic: Critic | None = None
-        self._teacher: ScoringModel | None = None
-        self._exchange: CriticExchange | None = None
         self._hooks = hooks or MegatronHooks(TrainConfig())
         try:
             set_global_arguments(train)
             self._hooks.init()
-            self._trained: TrainedModel | None = build(
+            policy = build(
                 model_dir, model, train, total_optimizer_steps, deterministic=deterministic
             )
-            check_routing(self._trained.bridge.config, train)
+            check_routing(policy.bridge.config, train)
             if critic is not None:
                 steps = critic_optimizer_steps
                 self._critic = Critic(
                     critic, model_dir, model, train, steps, deterministic=deterministic
                 )
             if teacher_dir is not None:
-                self._teacher = build_scoring_model(
-                    teacher_dir, model, train, deterministic=deterministic
-                )
-                load_weights(self._teacher.bridge, [self._teacher.ddp], teacher_dir)
+                self._teacher = _load_teacher(teacher_dir, model, train, deterministic)
             if critic_exchange is not None:
                 self._exchange = CriticExchange(critic_exchange, exchange_rank=rank)
         except BaseException:
             self._leave()
             raise
-        initialize_adam_state(self._trained.optimizer)
+        initialize_adam_state(policy.optimizer)
+        self._trained = policy
         self._memory = DeviceMemory()
 
     @property

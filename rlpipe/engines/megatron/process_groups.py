@@ -31,14 +31,13 @@ class MegatronRank:
     def _join(
         self,
         train: TrainConfig,
-        *,
         where: str,
         rank: int,
         world_size: int,
         master: tuple[str, int],
         threads: int,
-        deterministic: bool,
         timeout_s: float,
+        deterministic: bool,
     ) -> None:
         """Join the other ranks at `master`, in the layout of `train.parallel`.
 
@@ -107,8 +106,9 @@ def open_groups(
 ) -> None:
     """Join `world_size` ranks at `master` (host, port; rank 0 listens there).
 
-    `timeout_s`: deadline of every collective. Raises: TrainerError if this process already holds
-    groups.
+    A second set of groups in the same processes needs another port. Otherwise a rank that is ahead
+    could connect to the old server. `timeout_s`: deadline of every collective. Raises: TrainerError
+    if this process already holds groups.
     """
     if dist.is_initialized():
         raise TrainerError(

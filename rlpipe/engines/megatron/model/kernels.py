@@ -259,6 +259,21 @@ def rms_norm_backward(
 
 
 @triton.jit
+def _head_start(row, heads, group, mixed_stride, group_stride, offset, HALF: tl.constexpr):
+    token = (row // heads).to(tl.int64)
+    head = row % heads
+    return (
+        token * mixed_stride + (head // group) * group_stride + (head % group) * 2 * HALF + offset
+    )[:, None]
+
+
+@triton.jit
+def _inverse_rms(first, second, eps, HALF: tl.constexpr):
+    mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+    return 1.0 / tl.sqrt(mean + eps)[:, None]
+
+
+@triton.jit
 def _heads(
     mixed,
     weight,
@@ -279,20 +294,12 @@ def _heads(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = (row < rows)[:, None]
     token = (row // heads).to(tl.int64)
-    head = row % heads
     half = tl.arange(0, HALF)[None, :]
-    start = (
-        token * mixed_stride + (head // group) * group_stride + (head % group) * 2 * HALF + offset
-    )[:, None]
+    start = _head_start(row, heads, group, mixed_stride, group_stride, offset, HALF)
     first = tl.load(mixed + start + half, mask=real, other=0.0).to(tl.float32)
     second = tl.load(mixed + start + HALF + half, mask=real, other=0.0).to(tl.float32)
     if NORM:
-        scale = (
-            1.0
-            / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[
-                :, None
-            ]
-        )
+        scale = _inverse_rms(first, second, eps, HALF)
         first *= scale * tl.load(weight + half).to(tl.float32)
         second *= scale * tl.load(weight + HALF + half).to(tl.float32)
     cos = tl.load(cosine + token[:, None] * HALF + half, mask=real, other=0.0)
@@ -331,13 +338,7 @@ def _heads_backward(
         row = (program + step * programs) * ROWS + tl.arange(0, ROWS)
         real = (row < rows)[:, None]
         token = (row // heads).to(tl.int64)
-        head = row % heads
-        start = (
-            token * mixed_stride
-            + (head // group) * group_stride
-            + (head % group) * 2 * HALF
-            + offset
-        )[:, None]
+        start = _head_start(row, heads, group, mixed_stride, group_stride, offset, HALF)
         cos = tl.load(cosine + token[:, None] * HALF + half, mask=real, other=0.0)
         sin = tl.load(sine + token[:, None] * HALF + half, mask=real, other=0.0)
         source = grad + row.to(tl.int64)[:, None] * 2 * HALF + half
@@ -348,12 +349,7 @@ def _heads_backward(
         if NORM:
             first = tl.load(mixed + start + half, mask=real, other=0.0).to(tl.float32)
             second = tl.load(mixed + start + HALF + half, mask=real, other=0.0).to(tl.float32)
-            scale = (
-                1.0
-                / tl.sqrt(
-                    (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps
-                )[:, None]
-            )
+            scale = _inverse_rms(first, second, eps, HALF)
             first = first * scale
             second = second * scale
             of_first += tl.sum(grad_first * first, 0)

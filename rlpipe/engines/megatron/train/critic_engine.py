@@ -65,14 +65,7 @@ class CriticEngine(MegatronRank):
         """
         own = train.model_copy(update={"parallel": config.parallel or train.parallel})
         self._join(
-            own,
-            where="critic.parallel",
-            rank=rank,
-            world_size=world_size,
-            master=master,
-            threads=threads,
-            deterministic=deterministic,
-            timeout_s=timeout_s,
+            own, "critic.parallel", rank, world_size, master, threads, timeout_s, deterministic
         )
         try:
             set_global_arguments(train)

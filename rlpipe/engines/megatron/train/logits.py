@@ -1,6 +1,6 @@
 """`LogitsLoss`: a custom loss with slime's signature, over whole logits and slime's batch.
 
-`rlpipe.algorithms.logits` documents the arguments of such a function.
+`rlpipe.algorithms.logits_loss` documents the arguments of such a function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpipe.algorithms.logits import Share, logits_loss, shared_as
+from rlpipe.algorithms.logits_loss import Share, logits_loss, shared_as
 from rlpipe.algorithms.objective import Objective
 from rlpipe.batch.columns import BatchColumns, gather_index
 from rlpipe.engines.megatron import platform

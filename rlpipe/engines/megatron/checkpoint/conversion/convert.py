@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,40 +80,30 @@ def to_torch_dist(
     start = time.monotonic()
     target_dtype = _dtype(dtype or _config_dtype(hf_dir))
     weights = HfWeights(hf_dir, target_dtype)
+    source_files = [*weights.files(), *hf_files.small_files(hf_dir)]
     identity = checkpoint_paths.conversion_identity(
-        [*weights.files(), *hf_files.small_files(hf_dir)],
-        dtype=target_dtype,
-        shard=shard_bytes,
-        to="torch_dist",
+        source_files, dtype=target_dtype, shard=shard_bytes, to="torch_dist"
     )
     with single_process_groups():
         meta_model = MetaModel(hf_dir, target_dtype)
         sources = {name: meta_model.hf_names(name) for name in meta_model.tensors}
-        extra_names = _extra_names(weights, sources, meta_model)
-        extra_tensors = {name: weights.meta(name) for name in extra_names}
-        files = _split(units(meta_model, extra_tensors), shard_bytes, lambda unit: unit.size_bytes)
+        extra = {name: weights.meta(name) for name in _extra_names(weights, sources, meta_model)}
+        files = _split(units(meta_model, extra), shard_bytes, lambda unit: unit.size_bytes)
         report = _report(target, files, lambda unit: unit.size_bytes, target_dtype)
         checkpoint_paths.refuse_training_checkpoints(save, force=force)
         if checkpoint_paths.is_converted(target, identity) and not force:
             checkpoint_paths.point_to_release(save)
             report.notes.append(ALREADY_CONVERTED)
             return report
-        if extra_tensors:
+        if extra:
             report.notes.append(
-                f"{len(extra_tensors)} tensors that Megatron's model does not have are stored "
-                "unchanged"
-            )
-
-        def read(unit: Unit) -> torch.Tensor:
-            if unit.is_extra:
-                return weights.read(unit.name)
-            return meta_model.from_hf(
-                unit.name, [weights.read(name) for name in sources[unit.name]]
+                f"{len(extra)} tensors that Megatron's model does not have are stored unchanged"
             )
 
         with checkpoint_paths.staging_folder(
             target, identity, needed_bytes=report.total_bytes, force=force
         ) as folder:
+            read = partial(_read_unit, weights, meta_model, sources)
             writer = Writer(folder, meta_model, files, read)
             done = 0
             for number, file in enumerate(files):
@@ -128,6 +119,14 @@ def to_torch_dist(
     progress(report.total_bytes, report.total_bytes, "done")
     report.seconds = time.monotonic() - start
     return report
+
+
+def _read_unit(
+    weights: HfWeights, meta_model: MetaModel, sources: dict[str, list[str]], unit: Unit
+) -> torch.Tensor:
+    if unit.is_extra:
+        return weights.read(unit.name)
+    return meta_model.from_hf(unit.name, [weights.read(name) for name in sources[unit.name]])
 
 
 def to_hf(
@@ -175,7 +174,6 @@ def to_hf(
         original = HfWeights(model_dir, target_dtype) if has_weights else None
         plan = _Plan(meta_model, stored, original)
         files = _split(list(plan.sizes), shard_bytes, plan.sizes.__getitem__)
-        names = hf_files.file_names(len(files))
         report = _report(output, files, plan.sizes.__getitem__, target_dtype)
         report.tensors = sum(map(len, plan.results.values()))
         report.notes = plan.notes
@@ -185,24 +183,36 @@ def to_hf(
         with checkpoint_paths.staging_folder(
             output, identity, needed_bytes=report.total_bytes, force=force
         ) as folder:
-            done = 0
-            for file, part in zip(names, files, strict=True):
-                progress(done, report.total_bytes, file)
-                if (folder / file).exists():
-                    report.reused_files += 1
-                else:
-                    hf_files.write_file(folder / file, plan.read(part))
-                done += sum(plan.sizes[unit] for unit in part)
-            index = {
-                file: [name for unit in part for name in plan.results[unit]]
-                for file, part in zip(names, files, strict=True)
-            }
-            hf_files.write_index(folder, index, report.total_bytes)
+            _write_hf_files(folder, plan, files, report, progress)
             hf_files.carry(model_dir, folder, target_dtype)
             _write_record(folder, identity, source.folder, report)
     progress(report.total_bytes, report.total_bytes, "done")
     report.seconds = time.monotonic() - start
     return report
+
+
+def _write_hf_files(
+    folder: Path,
+    plan: _Plan,
+    files: list[list[tuple[str, str]]],
+    report: Report,
+    progress: Progress,
+) -> None:
+    """Write the safetensors files that do not exist yet, and their index."""
+    names = hf_files.file_names(len(files))
+    done = 0
+    for name, part in zip(names, files, strict=True):
+        progress(done, report.total_bytes, name)
+        if (folder / name).exists():
+            report.reused_files += 1
+        else:
+            hf_files.write_file(folder / name, plan.read(part))
+        done += sum(plan.sizes[unit] for unit in part)
+    index = {
+        name: [tensor for unit in part for tensor in plan.results[unit]]
+        for name, part in zip(names, files, strict=True)
+    }
+    hf_files.write_index(folder, index, report.total_bytes)
 
 
 def _report(
