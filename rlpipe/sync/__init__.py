@@ -1,1 +1,4 @@
-"""Moving weights from the trainer to the engines."""
+"""Weight sync: send the trainer's weights to the engines, and check the result.
+
+`transports` has one class a transport, `session` the calls to engines in a push, `probe` the check.
+"""

@@ -1,4 +1,4 @@
-"""Check after a push that the engines compute what the trainer computes.
+"""Check after a push that engines and trainer compute the same log-probs.
 
 The trainer scores a few samples of the batch with the pushed weights at temperature 1, and each
 engine scores the same samples. With d = engine's log-prob - trainer's log-prob, p = the trainer's
@@ -7,31 +7,35 @@ probability and sums over all response tokens, two statistics decide:
     difference    = Σ p |d| / Σ p
     stale share   = Σ p u d / Σ p u²    u = (trainer's log-prob before the update - after it) - mean
 
-The largest |d| of any one token is reported, and decides nothing: in bf16 the logits of a policy
-that becomes deterministic grow, their rounding errors grow with them, and an improbable token
-shows the whole error. (0.10 became 0.35, once 0.53, over 80 healthy iterations of a GRPO run.)
-A probable token shows (1 - p) of that error, so the weights p keep the mean steady.
-
 `difference` finds weights that are wrong as a whole or in part: a tensor that never arrived, two
-that were swapped, one that was transposed, a layer of another model. Its bound depends on the
-engines' dtype, and is raised where the trainer itself disagrees with itself: the same weights and
-samples are scored twice, packed differently.
+swapped tensors, a transposed one, a layer of another model. Its bound depends on the engines'
+dtype. It is raised by the trainer's own noise: the trainer scores the same samples twice, packed
+differently.
 
-`stale share` finds engines that still hold the weights of before the update, whose log-probs may
-differ by less than the bound: 0 if an engine follows the update, 1 if it does not. It is judged
-only where the update moves the probed tokens by several times more than rounding does.
+`stale share` finds engines that still hold the weights before the update. Their log-probs can
+differ by less than the bound. The share is 0 if an engine has the update and 1 if not. It counts
+only if the update moves the probed tokens by several times more than rounding does.
 
-Neither statistic can see: a tensor whose change since it last arrived moves no probed token by
-more than rounding (the weights of an expert that no probed token uses; one tensor that misses one
-update at a small learning rate, until the changes that it missed add up); a wrong sampling
-setting. `sync.check_weight_update_equal` compares every byte, at the cost of a second push.
+The largest |d| of one token is reported and decides nothing. In bf16 the logits of a policy that
+becomes deterministic grow, and their rounding errors with them. An improbable token shows the whole
+error: 0.10 became 0.35, once 0.53, over 80 healthy iterations of a GRPO run. A probable token shows
+(1 - p) of the error, so the weights p keep the mean steady.
 
-Measured in bf16 on H100s (SGLang 0.5.15, 0.6M parameters, 8 samples, 57 tokens): over 600 pushes
-of three healthy runs, in which the probability of a token rose to 0.95, `difference` was at most
-0.004 and `stale share` never counted, while the largest |d| reached 0.39. With the version before
-on the engine, `stale share` counts in 64 % of the pushes of such a run, and in 2 of 8 once the
-probability of a token is 0.95 and single tokens carry most of an update. An engine that is always
-one version behind is thus found within a few pushes, not by the first.
+Neither statistic finds:
+
+- a tensor of which the change moves no probed token by more than rounding: the weights of an expert
+  that no probed token uses, or one tensor that misses one update at a small learning rate, until
+  the missed changes add up;
+- a wrong sampling setting.
+
+`sync.check_weight_update_equal` compares every byte, at the cost of a second push.
+
+Measured in bf16 on H100s (SGLang 0.5.15, 0.6M parameters, 8 samples, 57 tokens): over 600 pushes of
+three healthy runs, in which the probability of a token rose to 0.95, `difference` was at most 0.004
+and `stale share` never counted, while the largest |d| reached 0.39. With the previous version on
+the engine, `stale share` counts in 64 % of the pushes of such a run. It counts in 2 of 8 pushes
+once the probability of a token is 0.95 and single tokens carry most of an update. An engine that is
+always one version behind is thus found within a few pushes, not by the first.
 Planted faults: tests/sync/planted.py.
 """
 
@@ -48,37 +52,38 @@ from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.3}
-"""Largest `difference`, in nats, by the engines' quantization or else the model's dtype.
+"""Bound of `difference` in nats, by the engines' quantization, else by the model's dtype.
 
-0.1 is where slime's own CI fails (`--ci-train-rollout-logprob-abs-diff-threshold`)."""
+0.1 is the limit of slime's own CI (`--ci-train-rollout-logprob-abs-diff-threshold`)."""
 NOISE_FACTOR = 5.0
 """A `difference` up to this many times the trainer's own noise is accepted."""
 VISIBLE = 2.0
 """An update is visible if its root mean square is this many times that of the noise."""
 LARGEST_LEVERAGE = 0.8
-"""No token may have more of the update's weighted square: its rounding error would decide."""
+"""Limit on one token's part of the update's weighted square. Beyond it one rounding error would
+decide."""
 STALE_SHARE = 0.5
-"""A stale share counts from here on: half of the update is missing."""
+"""A stale share counts above this: half of the update is missing."""
 STALE_ERRORS = 4.0
 """A stale share counts if it is this many of its standard errors."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the trainer says of the probed samples. Shapes [R]: their response tokens."""
+    """The trainer's scores of the probed samples. Shapes [R]: all response tokens."""
 
     samples: BatchColumns
     log_probs: np.ndarray
-    """float32: with the pushed weights, at temperature 1."""
+    """float32, with the pushed weights at temperature 1."""
     noise: float
     """`difference` between two scorings of the same weights, packed differently."""
     update: np.ndarray | None
-    """float32: log-probs before the update - after it. None if they were not scored before."""
+    """float32, log-probs before the update - after it; None without scores from before."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How one engine agrees with the trainer. Differences are in nats."""
+    """Differences between one engine and the trainer, in nats."""
 
     engine: str
     difference: float
@@ -90,7 +95,7 @@ class Agreement:
     """Standard error of `stale_share`."""
 
     def fault(self, bound: float) -> str | None:
-        """Say what is wrong with the engine's weights; None if nothing is."""
+        """Return the fault of the engine's weights; None without one."""
         if not self.difference <= max(bound, NOISE_FACTOR * self.noise):
             return f"{self.engine}: log-probs differ by {self.difference:.3g} on average"
         if self.stale_share is None or self.stale_error is None:
@@ -101,7 +106,7 @@ class Agreement:
 
 
 def probe_metrics(agreements: list[Agreement]) -> dict[str, float]:
-    """Return the metrics of a sync stage: the worst engine counts."""
+    """Return the metrics of a sync stage, those of the worst engine."""
     worst = max(agreements, key=lambda agreement: agreement.difference)
     metrics = {
         "sync/logprob_difference": worst.difference,
@@ -116,9 +121,9 @@ def probe_metrics(agreements: list[Agreement]) -> dict[str, float]:
     return metrics
 
 
-def spread(num_samples: int, wanted: int) -> np.ndarray:
-    """Return the indices of `wanted` samples of a batch, evenly spread, so that prompts differ."""
-    return np.unique(np.linspace(0, num_samples - 1, min(wanted, num_samples)).astype(np.int64))
+def spread(num_samples: int, num_probed: int) -> np.ndarray:
+    """Return the indices of `num_probed` samples of a batch, evenly spread over its prompts."""
+    return np.unique(np.linspace(0, num_samples - 1, min(num_probed, num_samples)).astype(np.int64))
 
 
 def mean_difference(log_probs: np.ndarray, other: np.ndarray) -> float:
@@ -128,7 +133,7 @@ def mean_difference(log_probs: np.ndarray, other: np.ndarray) -> float:
     """
     if not len(log_probs):
         return 0.0
-    # Relative to the largest, so that a policy under which every token is improbable has weights.
+    # Relative to the largest: if every token is improbable, the weights do not underflow.
     weights = np.exp((log_probs - log_probs.max()).astype(np.float64))
     differences = np.abs(other.astype(np.float64) - log_probs)
     mean = float((weights * differences).sum() / weights.sum())
@@ -151,14 +156,14 @@ def stale_share(
     weights = np.exp((log_probs - log_probs.max()).astype(np.float64))
     weights /= weights.sum()
     moved = update - (weights * update).sum()
-    found = engine.astype(np.float64) - log_probs
-    found -= (weights * found).sum()
+    difference = engine.astype(np.float64) - log_probs
+    difference -= (weights * difference).sum()
     size = (weights * moved**2).sum()
     if not size > 0:
         return None
-    share = (weights * moved * found).sum() / size
-    rest = found - share * moved
-    # Noise as large as the update could look like it: the trainer's rounding is in both.
+    share = (weights * moved * difference).sum() / size
+    rest = difference - share * moved
+    # Noise as large as the update correlates with it: the trainer's rounding is in both.
     if not size > VISIBLE**2 * (weights * rest**2).sum():
         return None
     leverage = weights * moved**2 / size
@@ -174,8 +179,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Have each engine score the probed samples; return an `Agreement` of each as a dict.
 
-    `timeout_s` is for all engines together. `at_once`: they score at the same time; engines that
-    share the cores of one machine score one after another.
+    `timeout_s`: deadline of all engines together. `at_once`: engines score at the same time;
+    otherwise one after another, for engines that share the cores of one machine.
     Raises: EngineError, DeadlineExceeded.
     """
     samples = probe.samples

@@ -24,9 +24,9 @@ from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import ConfigError, SyncError
 from rlpipe.sync.fp8 import fp8_directory, quantize
 from rlpipe.sync.session import PushReport
-from rlpipe.sync.transports import TRANSPORTS
 from rlpipe.sync.transports.base import Push, Transport, TransportSetup
 from rlpipe.sync.transports.delta import DeltaTransport
+from rlpipe.sync.transports.registry import TRANSPORTS
 from rlpipe.sync.transports.versions import Share
 
 EngineRanks = Mapping[str, Sequence[int]]

@@ -22,10 +22,10 @@ from rlpipe.config.train import SyncConfig
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import RlpipeError
 from rlpipe.lineage.states import Lineage
-from rlpipe.sync.transports import TRANSPORTS
 from rlpipe.sync.transports.base import Push as PushOfRank
 from rlpipe.sync.transports.base import TransportSetup
 from rlpipe.sync.transports.mirror import Mirror
+from rlpipe.sync.transports.registry import TRANSPORTS
 from rlpipe.sync.transports.versions import WeightStore
 from rlpipe.types import Stage, WeightVersion
 from tests.live_engine import log_probs
@@ -76,7 +76,7 @@ class Kept:
         self.url = url
         self.fails = fails
 
-    async def bring(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
+    async def fetch_weights(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
         if self.fails:
             raise RlpipeError("its disk is full")
         return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=deadline_s))

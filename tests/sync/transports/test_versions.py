@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import StoreError, StoreFull, SyncError
-from rlpipe.sync.transports import TRANSPORTS
 from rlpipe.sync.transports.base import Push
 from rlpipe.sync.transports.mirror import Mirror
+from rlpipe.sync.transports.registry import TRANSPORTS
 from rlpipe.sync.transports.versions import HF_INDEX, RECORD, Version, WeightStore
 from rlpipe.types import WeightVersion
 from tests.live_engine import make_model
