@@ -135,7 +135,7 @@ class Conductor:
 
         With shared GPUs all engines get them now: later phases have no memory for a push.
         """
-        return await self._state.engines.publish(
+        return await self._state.running_fleet.publish(
             weights,
             everyone=everyone or self._state.sharing.active,
             check=lambda: self._require_driver(driver),
@@ -157,7 +157,7 @@ class Conductor:
     async def engines(self, driver: Driver) -> list[dict[str, Any]]:
         """Return the status of each engine, as `Fleet.status`."""
         self._require_driver(driver)
-        return self._state.engines.status()
+        return self._state.running_fleet.status()
 
     async def trouble(self, driver: Driver) -> RlpipeError | None:
         """Return an error if no engine can be started, as `Fleet.trouble`."""
@@ -167,7 +167,7 @@ class Conductor:
     async def stop_engines(self, driver: Driver) -> None:
         """End all servers, as `Fleet.stop_engines`."""
         self._require_driver(driver)
-        await self._state.engines.stop_engines()
+        await self._state.running_fleet.stop_engines()
 
     async def close(self, driver: Driver | None) -> None:
         """End every other actor with its server, and remove the placement groups.

@@ -1,9 +1,9 @@
 """Send weights from the trainer to the engines, for the fleet.
 
-`WeightSender.send` locks the trainer, restores the weights in it if it holds none, enters the push
-phase on shared GPUs, holds generation requests, and pushes. Weights that were written to files
-before need no trainer. `ClusterState` has the conductor's actors; `RequestHold` stops and continues
-requests in the generator.
+`WeightSender.send` locks the trainer, restores the weights if the trainer holds none, enters the
+push phase on shared GPUs, holds generation requests, and pushes. Weights in files need no trainer.
+`ClusterState` has the conductor's actors; `RequestHold` holds and releases requests in the
+generator.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ CALL_TIMEOUT_S = 60.0
 
 @dataclass
 class ClusterState:
-    """Actors and settings of the open cluster. The conductor replaces them when it opens or closes
-    the cluster."""
+    """Actors and settings of the open cluster, shared by the conductor and the weight sender.
+
+    The conductor replaces them when it opens or closes the cluster.
+    """
 
     spec: ClusterSpec | None = None
     generator: ActorHandle | None = None
@@ -45,7 +47,7 @@ class ClusterState:
         return self.spec.config
 
     @property
-    def engines(self) -> Fleet:
+    def running_fleet(self) -> Fleet:
         assert self.fleet is not None, "this run has no engines"
         return self.fleet
 
@@ -67,7 +69,7 @@ class ClusterState:
 class RequestHold:
     """Holds requests in the generator while engines cannot sample.
 
-    A generator whose process is gone sends no requests, so its loss is ignored.
+    A generator that has died sends no requests, so its loss is ignored.
     """
 
     def __init__(self, generator: ActorHandle, config: RunConfig) -> None:
@@ -139,7 +141,7 @@ class WeightSender:
             return await self._files().send(
                 weights,
                 to,
-                state.engines.engines,
+                state.running_fleet.engines,
                 trainer=lambda: self._trainer_with(weights, config, force=force),
                 held=lambda: self._loading_files(idle=to.idle),
             )
@@ -156,7 +158,7 @@ class WeightSender:
                     engines=urls,
                     stamp=weights.stamp,
                     sync=config.sync,
-                    places=self._shared_ranks(urls),
+                    shared_ranks=self._shared_ranks(urls),
                     deadline_s=config.sync.timeout_s + CALL_TIMEOUT_S,
                 )
                 # rank 0 talked to the engines and knows which ones got the weights
@@ -171,7 +173,7 @@ class WeightSender:
         """Return the trainer ranks on the GPUs of each engine that shares GPUs, by URL."""
         resources = self._state.config.resources
         by_url = {}
-        for engine in self._state.engines.engines:
+        for engine in self._state.running_fleet.engines:
             ranks = shared_trainer_ranks(engine.number, resources)
             if engine.url in urls and ranks is not None:
                 by_url[engine.url] = ranks

@@ -63,7 +63,7 @@ async def _gather_while_ray_lives(waits: Sequence[asyncio.Future[Any]], where: s
         return list(await asyncio.gather(*waits))
     results = asyncio.gather(*waits)
     lost = watch.until_lost()
-    # Retrieve the exception, or asyncio logs an error when nobody awaits the future.
+    # Retrieve the exception, or asyncio logs an error if the future is never awaited.
     results.add_done_callback(lambda future: future.cancelled() or future.exception())
     try:
         await asyncio.wait({results, lost}, return_when=asyncio.FIRST_COMPLETED)

@@ -210,7 +210,7 @@ class Placement:
         return all(self._groups[use].wait(max(end_s - time.monotonic(), 0.0)) for use in uses)
 
     def _is_pending(self, use: str) -> bool:
-        """True if this group was never placed, such as one whose creator was killed."""
+        """True if this group was never placed, for example because its creator was killed."""
         return placement_group_table(self._groups[use])["state"] in ("PENDING", "PREPARED")
 
     def _fit(self, unplaced: Iterable[str], others: Iterable[PlacementGroup]) -> bool:

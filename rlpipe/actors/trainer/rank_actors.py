@@ -86,18 +86,18 @@ class TrainerRank(Rank[MegatronEngine]):
         engines: list[str],
         stamp: str,
         sync: SyncConfig,
-        places: dict[str, list[int]] | None = None,
+        shared_ranks: dict[str, list[int]] | None = None,
     ) -> dict[str, Any]:
         """Send the held weights to the engines. Rank 0 sends, all ranks gather.
 
-        `stamp`: weight version that engines report afterwards. `places`: for each engine on the
-        trainer's GPUs, by URL, the trainer ranks there in the order of the engine's own ranks.
+        `stamp`: weight version that engines report afterwards. `shared_ranks`: for each engine on
+        the trainer's GPUs, by URL, the trainer ranks there in the order of the engine's own ranks.
         Return `{"bytes", "seconds", "unknown"}`; `unknown` has the reason for each engine, by URL,
         that did not get the weights. Raises: SyncError on rank 0 if no engine got them.
         """
         start = time.perf_counter()
         engine, spec = self._require(held)
-        report = self._pusher_of(engine, spec).push(engines, stamp, sync, places or {})
+        report = self._pusher_of(engine, spec).push(engines, stamp, sync, shared_ranks or {})
         return {**report, "seconds": time.perf_counter() - start}
 
     def remembers(self) -> str | None:

@@ -3,9 +3,9 @@
 A branch's history is divided into spans: train nodes of one configuration.
 
     span           begins with
-    root           the model directory, or the checkpoint of a finished warm start (whose spans
-                   come before)
-    fork           the checkpoint of its parent's commit (whose spans come before)
+    root           the model directory, or the checkpoint of a finished warm start; the spans of
+                   the warm start come before
+    fork           the checkpoint of its parent's commit; the parent's spans come before
 
 Within a span only the recorded batches and packing plans are read; scores and advantages are taken
 as recorded. Between two spans a checkpoint is loaded; the replay compares its state too. A segment

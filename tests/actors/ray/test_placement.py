@@ -203,7 +203,7 @@ def three(local_ray: str) -> Iterator[Actors]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", [4, 1], ids=["in their place", "beside them"])
+@pytest.mark.parametrize("number", [4, 1], ids=["after their removal", "next to them"])
 def test_ranks_of_another_layout_end_if_the_new_layout_fits(three: Actors, number: int):
     before = three.pids()
     others = Actors(number)

@@ -121,7 +121,7 @@ def test_a_checked_push_sends_all_weights_twice_over_each_transport(
     )
     rank.held = "state"
     url = live.server.url
-    places = {url: [0]} if transport == "shared" else {}
+    shared_ranks = {url: [0]} if transport == "shared" else {}
     sync = SyncConfig.model_validate(
         {"transport": "tensor" if transport == "shared" else transport}
     )
@@ -131,7 +131,7 @@ def test_a_checked_push_sends_all_weights_twice_over_each_transport(
             engines=[url],
             stamp=f"b@{int(checked)}@{transport}",
             sync=sync.model_copy(update={"check_weight_update_equal": checked}),
-            places=places,
+            shared_ranks=shared_ranks,
         )
         for checked in (False, True)
     ]
@@ -149,5 +149,5 @@ def test_a_broadcast_to_engines_on_the_gpus_of_the_trainer_is_refused(rank: Trai
             engines=["u"],
             stamp="b",
             sync=SyncConfig(transport="distributed"),
-            places={"u": [0]},
+            shared_ranks={"u": [0]},
         )
