@@ -137,8 +137,8 @@ def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key(
         recipe.read_text().replace("num_rollout: 3", "num_rollout: 3\nnum_rolouts: 4")
     )
     assert (
-        refused()
-        == f"ConfigError: num_rolouts ({recipe}:2): unknown key\n  expected: num_rollout; or rollout\n"
+        refused() == f"ConfigError: num_rolouts ({recipe}:2): unknown key\n"
+        "  expected: num_rollout; or rollout\n"
     )
 
 
@@ -195,7 +195,7 @@ def test_a_missing_model_directory_is_named_with_its_key(refused: Callable, plac
 def test_a_recipe_that_is_not_there_is_refused_with_the_nearest(refused: Callable, place: Path):
     assert "spell_backward" in refused(recipe="spell_backwards")
     assert refused(recipe=place / "none.yaml").startswith(
-        f"ConfigError: {place}/none.yaml: there is no such recipe file\n"
+        f"ConfigError: {place}/none.yaml: the recipe file does not exist\n"
     )
 
 
@@ -216,14 +216,14 @@ def test_a_command_line_that_makes_no_sense_ends_with_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "ConfigError: tools.train: what shall be trained?"),
+        ([], "ConfigError: tools.train: nothing to train"),
         (
             ["--recipe", "spell_backward", "--takeovr"],
             "ConfigError: --takeovr: unknown flag\n  expected: --takeover",
         ),
         (
             ["--recipe", "spell_backward", "--lora-rank", "8"],
-            "ConfigError: --lora-rank: rlpipe does not take this",
+            "ConfigError: --lora-rank: rlpipe does not accept this flag",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_command_line_in_slimes_style_needs_no_recipe(
     assert config.engine.sglang == {"mem_fraction_static": 0.8}
     said = capsys.readouterr().err
     assert (
-        "these change nothing here (python -m tools.flags says why): --use-fault-tolerance\n"
+        "flags without effect (python -m tools.flags gives reasons): --use-fault-tolerance\n"
         in said
     )
     assert config.resources.colocate
@@ -455,7 +455,7 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
             1,
             "EngineUnavailable: engine/0: no answer\n",
         ),
-        (KeyboardInterrupt(), 130, "\nstopped; the same command goes on"),
+        (KeyboardInterrupt(), 130, "\nstopped; the same command continues"),
     ],
 )
 def test_the_exit_code_says_how_the_run_ended(
