@@ -230,7 +230,7 @@ class Driver:
             except (Killed, EngineError):
                 with self.writing:
                     assert unreachable(self.files, grace_s=-60) == [], (
-                        "what a killed rollout left can still be adopted"
+                        "groups of a killed rollout can still be adopted"
                     )
                 continue
             self.check_continuation(result, engine)
@@ -263,30 +263,15 @@ class Driver:
         self.nodes.commit(node)
         samples = table_to_samples(read_rows(self.files, store.files))
         self.check_rows(result, samples)
-        try:
-            batch = fix_batch(
-                samples,
-                [],
-                accepted=result.accepted,
-                scored=False,
-                version=k,
-                max_staleness=self.world.staleness,
-                mask_stale=self.world.masking,
-            )
-            trained = batch.groups
-            dropped = batch.dropped
-            if batch.staleness is not None:
-                counted = batch.staleness[batch.columns.loss_mask > 0]
-                assert counted.max() <= self.world.staleness, "a token that is too old is trained"
-        except DataError:
-            trained = ()
-            dropped = {}
+        batch = self.batch(k, samples, result)
+        trained = batch.groups if batch else ()
+        dropped = batch.dropped if batch else {}
         assert not dropped and set(trained) == set(result.accepted), (
-            "what is accepted is fresh enough to be trained"
+            "accepted groups are fresh enough to be trained"
         )
         nodes = {Stage.ROLLOUT: node.digest}
         advantage = make_node(Stage.ADVANTAGE, {"rollout": node.digest})
-        if trained:
+        if batch is not None and trained:
             record = write_batch(self.files, advantage.digest, batch, batch.columns)
             nodes[Stage.ADVANTAGE] = self.nodes.commit(
                 advantage.model_copy(update={"files": (record,)})
@@ -306,6 +291,25 @@ class Driver:
         )
         return bool(trained)
 
+    def batch(self, k: int, samples: list[Sample], result: RolloutResult):
+        """Return the batch of an iteration; None if no group can be trained."""
+        try:
+            batch = fix_batch(
+                samples,
+                [],
+                accepted=result.accepted,
+                scored=False,
+                version=k,
+                max_staleness=self.world.staleness,
+                mask_stale=self.world.masking,
+            )
+        except DataError:
+            return None
+        if batch.staleness is not None:
+            counted = batch.staleness[batch.columns.loss_mask > 0]
+            assert counted.max() <= self.world.staleness, "a token that is too old is trained"
+        return batch
+
     def check(self, state: DataState, result: RolloutResult) -> None:
         planned = [group.group_id for part in result.parts for group in part.plan.groups]
         buffer = [one.group_id for one in result.after.buffer]
@@ -313,14 +317,12 @@ class Driver:
         assert sorted([*result.accepted, *result.dropped, *buffer]) == sorted(
             {*planned, *(one.group_id for one in state.buffer)}
         )
-        assert buffer == sorted(buffer), (
-            "ids are numbered as they were drawn: the oldest come first"
-        )
+        assert buffer == sorted(buffer), "ids count draws: the oldest groups come first"
         assert len(result.accepted) == self.config.rollout_batch_size or self.config.static
 
     def check_rows(self, result: RolloutResult, samples: list[Sample]) -> None:
-        """The node has complete rows of every accepted group, and of every finished one that
-        waits."""
+        """Check that the node has complete rows of accepted groups and of finished groups that
+        wait."""
         for group_id in result.accepted:
             mine = [sample for sample in samples if sample.group_id == group_id]
             assert [sample.index for sample in mine] == [0, 1] and all(
@@ -330,7 +332,7 @@ class Driver:
             mine = [sample for sample in samples if sample.group_id == waiting.group_id]
             complete = bool(mine) and all(sample.status in FINISHED for sample in mine)
             assert not complete or None not in (waiting.rows, waiting.finished), (
-                "finished rows are not forgotten"
+                "finished rows are kept"
             )
             assert not mine or complete == (waiting.finished is not None)
             versions = [version for sample in mine for _, version in sample.weight_versions]

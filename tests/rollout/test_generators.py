@@ -24,15 +24,17 @@ TOKENIZER.chat_template = CHATML
 END = 1
 END_TEXT = TOKENIZER.decode([END])
 PROMPT = tuple(TOKENIZER.encode("ab"))
-SAID = (*TOKENIZER.encode("yes"), END)
+RESPONSE = (*TOKENIZER.encode("yes"), END)
 GROUP = PlannedGroup(group_id="b:00000007", prompt="ab", prompt_ids=PROMPT, label="l", seeds=(10,))
-SUPERVISED = GROUP.model_copy(update={"response_ids": SAID, "loss_mask": (1,) * len(SAID)})
-ASKS_THE_ENGINE = """
+SUPERVISED = GROUP.model_copy(update={"response_ids": RESPONSE, "loss_mask": (1,) * len(RESPONSE)})
+CALLS_THE_ENGINE = """
 import httpx
 async def generate(args, sample, sampling_params):
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     async with httpx.AsyncClient() as client:
-        output = (await client.post(url, json={"input_ids": sample.tokens, "sampling_params": sampling_params})).json()
+        params = sampling_params
+        body = {"input_ids": sample.tokens, "sampling_params": params}
+        output = (await client.post(url, json=body)).json()
     sample.tokens = sample.tokens + output["output_ids"]
     sample.response_length, sample.response = len(output["output_ids"]), output["text"]
     sample.metadata["args"] = args.rollout_skip_special_tokens
@@ -49,7 +51,7 @@ async def generate(args, sample, sampling_params):
 """
 SLIMES_STATE = """
 from slime.rollout.sglang_rollout import GenerateState
-""" + ASKS_THE_ENGINE.replace("sampling_params})", "GenerateState(args).sampling_params})")
+""" + CALLS_THE_ENGINE.replace("= sampling_params\n", "= GenerateState(args).sampling_params\n")
 
 
 class _Engine:
@@ -58,13 +60,20 @@ class _Engine:
     end_ids = frozenset({END})
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
 
     async def generate(self, ids: Any, sampling: dict[str, Any], **_: Any) -> list[Generation]:
-        self.asked.append(sampling)
+        self.requests.append(sampling)
         return [
             Generation(
-                list(SAID), [-0.5] * len(SAID), "stop", [(len(SAID), "b@1@d")], "e", 0, 1.0, 2.0
+                list(RESPONSE),
+                [-0.5] * len(RESPONSE),
+                "stop",
+                [(len(RESPONSE), "b@1@d")],
+                "e",
+                0,
+                1.0,
+                2.0,
             )
         ]
 
@@ -91,16 +100,16 @@ def _config(tmp_path: Path, rollout: dict[str, Any], **sections: Any) -> RunConf
 async def _row(
     config: RunConfig, engine: _Engine, group: PlannedGroup = GROUP, **changes: Any
 ) -> Sample:
-    ground = RolloutResources.load(
+    resources = RolloutResources.load(
         config, TOKENIZER, {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}, "/m"
     )
     rollout = config.rollout.model_copy(update=changes)
-    async with open_generate_function(ground, RolloutContext(rollout), engine) as generate:  # pyright: ignore[reportArgumentType]
+    async with open_generate_function(resources, RolloutContext(rollout), engine) as generate:  # pyright: ignore[reportArgumentType]
         (row,) = await generate(group)
     return row
 
 
-def _given(value: bool | None) -> dict[str, Any]:
+def _skip_setting(value: bool | None) -> dict[str, Any]:
     return {} if value is None else {"rollout_skip_special_tokens": value}
 
 
@@ -115,23 +124,25 @@ async def test_the_text_of_a_response_has_special_tokens_as_configured(
 ):
     tool = {"tools": [{"path": "rlpipe.rollout.tools.calculator"}]}
     for more in ({}, tool):
-        row = await _row(_config(tmp_path, {**_given(skip), **more}), _Engine())
-        assert (row.response, row.response_ids) == (TEXT_OF_ROWS[skip], list(SAID))
+        row = await _row(_config(tmp_path, {**_skip_setting(skip), **more}), _Engine())
+        assert (row.response, row.response_ids) == (TEXT_OF_ROWS[skip], list(RESPONSE))
         (stored,) = table_to_samples(decode(encode(samples_to_table([row], 0)), "test"))
         assert stored.response == row.response, "rewards that are computed again read the same text"
-    given = await _row(_config(tmp_path, _given(skip)), _Engine(), SUPERVISED, type="dataset")
-    assert (given.response, given.response_ids) == (TEXT_OF_ROWS[skip], list(SAID))
+    given = await _row(
+        _config(tmp_path, _skip_setting(skip)), _Engine(), SUPERVISED, type="dataset"
+    )
+    assert (given.response, given.response_ids) == (TEXT_OF_ROWS[skip], list(RESPONSE))
 
 
-@pytest.mark.parametrize("source", [ASKS_THE_ENGINE, SLIMES_STATE])
+@pytest.mark.parametrize("source", [CALLS_THE_ENGINE, SLIMES_STATE])
 @pytest.mark.parametrize("skip", [None, True, False])
 async def test_a_generate_function_gets_special_tokens_as_configured(
     tmp_path: Path, skip: bool | None, source: str
 ):
     (tmp_path / "mine.py").write_text(source)
     hook = {"custom_generate_function_path": str(tmp_path / "mine.py")}
-    row = await _row(_config(tmp_path, {**_given(skip), **hook}), _Engine())
-    assert (row.response, row.response_ids) == (TEXT_OF_FUNCTIONS[skip], list(SAID))
+    row = await _row(_config(tmp_path, {**_skip_setting(skip), **hook}), _Engine())
+    assert (row.response, row.response_ids) == (TEXT_OF_FUNCTIONS[skip], list(RESPONSE))
     assert row.metadata["args"] is (skip is True)
 
 
@@ -141,7 +152,7 @@ async def test_the_text_of_a_session_has_special_tokens_as_configured_and_replie
 ):
     (tmp_path / "mine.py").write_text(AGENT)
     hook = {"custom_generate_function_path": str(tmp_path / "mine.py")}
-    row = await _row(_config(tmp_path, {**_given(skip), **hook}), _Engine())
+    row = await _row(_config(tmp_path, {**_skip_setting(skip), **hook}), _Engine())
     assert (row.response, row.metadata["told"]) == (TEXT_OF_ROWS[skip], "yes")
 
 
@@ -162,7 +173,8 @@ def test_the_settings_at_their_defaults_are_not_part_of_the_identity(tmp_path: P
     held_out = EvalDataset(name="a", prompts=FilePrompts(type="file", paths=("a.jsonl",)))
     assert "skip_special_tokens" not in held_out.identity()
     assert (
-        _config(tmp_path, _given(False)).rollout.identity()["rollout_skip_special_tokens"] is False
+        _config(tmp_path, _skip_setting(False)).rollout.identity()["rollout_skip_special_tokens"]
+        is False
     )
     assert slime_args(config).rollout_skip_special_tokens is False
 
@@ -176,4 +188,4 @@ async def test_a_response_fits_into_the_context_of_the_engines(
     sglang = {} if context_length is None else {"context_length": context_length}
     engine = _Engine()
     await _row(_config(tmp_path, {}, engine={"sglang": sglang}), engine)
-    assert engine.asked[0]["max_new_tokens"] == room
+    assert engine.requests[0]["max_new_tokens"] == room

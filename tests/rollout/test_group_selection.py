@@ -103,7 +103,8 @@ def test_a_filter_returns_a_bool_a_reason_or_slimes_object(
 ):
     theirs = (
         "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
-        "from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std_with_fallback\n"
+        "from slime.rollout.filter_hub.dynamic_sampling_filters import "
+        "check_reward_nonzero_std_with_fallback\n"
     )
     path = _hook(tmp_path, f"{theirs}def hook(samples):\n    {body}\n")
     assert load_filter(path)(_group("b:1", 1.0)) == rejection
@@ -116,7 +117,8 @@ def test_a_filter_returns_a_bool_a_reason_or_slimes_object(
         "return None",
         "raise KeyError('x')",
         "return (None, 'x')",
-        "from types import SimpleNamespace\n    return SimpleNamespace(keep=False, keep_when_insufficient='yes')",
+        "from types import SimpleNamespace\n"
+        "    return SimpleNamespace(keep=False, keep_when_insufficient='yes')",
     ],
 )
 def test_an_exception_or_wrong_answer_of_a_filter_is_named(tmp_path: Path, body: str):

@@ -197,14 +197,18 @@ async def test_the_policy_gets_exceptions_and_missed_deadlines_of_a_tool_as_text
 
 
 async def test_several_json_calls_are_answered_together_and_an_invalid_call_gets_an_error():
-    said = '<tool_call>{"name": "twice", "arguments": {"text": "ab"}}</tool_call>\n<tool_call>{nonsense</tool_call>'
-    engine = _Engine(said + '<tool_call>{"name": "no"}</tool_call>|', "done|")
+    calls = (
+        '<tool_call>{"name": "twice", "arguments": {"text": "ab"}}</tool_call>\n'
+        '<tool_call>{nonsense</tool_call><tool_call>{"name": "no"}</tool_call>|'
+    )
+    engine = _Engine(calls, "done|")
     (sample,) = await _turns(
         engine, calls=Hermes(), tool_response_len=99, response_len=900, context_len=999
     )(GROUP)
     given = _by_mask(sample)[1].strip(".")
     assert given.startswith(
-        "\n<|im_start|>user\n<tool_response>\nabab\n</tool_response>\n<tool_response>\nerror: the call is not JSON"
+        "\n<|im_start|>user\n<tool_response>\nabab\n</tool_response>\n"
+        "<tool_response>\nerror: the call is not JSON"
     )
     assert "there is no tool 'no', only twice" in given and given.endswith(
         "<|im_end|>\n<|im_start|>assistant\n"
@@ -244,12 +248,19 @@ def test_two_tools_of_one_name_and_wrong_arguments_are_refused():
 
 
 async def test_child_processes_of_a_program_are_killed_and_do_not_delay_the_answer():
-    code = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid)"
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid)"
+    )
     async with asyncio.timeout(60):
-        left = int(await python(code))
-        # SIGKILL takes a moment on a busy machine.
-        while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.05)
+        child = int(await python(code))
+    # SIGKILL takes a moment on a busy machine.
+    for _ in range(200):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("the child process is still running")
 
 
 async def test_a_tool_that_exits_python_gives_an_answer(tmp_path: Path):

@@ -1,5 +1,5 @@
-"""Experts that a real engine names: those of transformers for every token it read, whatever the way
-to the sample; and a trainer that takes them computes what the engine computed."""
+"""Routed experts of a real engine equal those of transformers, and a trainer that replays them
+computes the engine's log-probs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def client_of(moe) -> GenerateClient:
 
 
 def check(moe, sample: Sample, tokens: int | None = None) -> None:
-    """Check a sample's experts against transformers, for all tokens but the last or for `tokens`."""
+    """Check a sample's experts against transformers: all tokens but the last, or `tokens`."""
     ids = [*sample.prompt_ids, *sample.response_ids]
     with torch.no_grad():
         logits = moe.model(torch.tensor([ids]), output_router_logits=True).router_logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,21 +52,21 @@ def keep(args, samples):
     return SimpleNamespace(keep=samples[0].group_id == "b:1", reason=f"not_{args.answer}")
 
 
-def _afterwards(seen: list[list[str]] | None = None, **paths: str) -> FinishedRolloutHooks:
-    given = {name: f"{__file__}:{function}" for name, function in paths.items()}
+def _hooks(seen: list[list[str]] | None = None, **paths: str) -> FinishedRolloutHooks:
+    functions: dict[str, Any] = {name: f"{__file__}:{function}" for name, function in paths.items()}
     return FinishedRolloutHooks(
-        RolloutConfig(rollout_batch_size=2, **given), Namespace(answer=42, seen=seen)
+        RolloutConfig(rollout_batch_size=2, **functions), Namespace(answer=42, seen=seen)
     )  # pyright: ignore[reportArgumentType]
 
 
 def test_the_sample_filter_gets_the_batch_and_the_processing_gets_all_groups():
     seen: list[list[str]] = []
-    both = _afterwards(
+    both = _hooks(
         seen, rollout_sample_filter_path="choose", rollout_all_samples_process_path="look"
     )
     assert both.removed(SCORED, ("b:2", "b:3")) == [("b:2", 0)]
     assert seen == [["b:1", "b:2", "b:3"]]
-    assert _afterwards().removed(SCORED, ("b:2",)) == []
+    assert _hooks().removed(SCORED, ("b:2",)) == []
 
 
 def test_the_processing_gets_the_users_data_source():
@@ -80,12 +81,10 @@ def test_the_processing_gets_the_users_data_source():
 
 def test_exceptions_and_wrong_signatures_of_the_hooks_are_named():
     with pytest.raises(HookError, match=r"(?s)fails: the sample filter failed.*RuntimeError: no"):
-        _afterwards(rollout_sample_filter_path="fails").removed(SCORED, ("b:1",))
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)rollout_sample_filter_path.*look\(args, all_groups, data_source\).*filter\(args, groups\)",
-    ):
-        _afterwards(rollout_sample_filter_path="look")
+        _hooks(rollout_sample_filter_path="fails").removed(SCORED, ("b:1",))
+    signatures = r"look\(args, all_groups, data_source\).*filter\(args, groups\)"
+    with pytest.raises(ConfigError, match=f"(?s)rollout_sample_filter_path.*{signatures}"):
+        _hooks(rollout_sample_filter_path="look")
 
 
 def test_a_filter_in_slimes_form_gets_args_and_returns_an_object():

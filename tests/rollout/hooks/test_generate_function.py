@@ -110,10 +110,12 @@ import httpx
 async def generate(args, sample, sampling_params):
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     async with httpx.AsyncClient() as client:
-        answer = await client.post(url, json={"input_ids": sample.tokens, "sampling_params": sampling_params})
+        body = {"input_ids": sample.tokens, "sampling_params": sampling_params}
+        answer = await client.post(url, json=body)
     output = answer.json()
-    sample.tokens = sample.tokens + [item[1] for item in output["meta_info"]["output_token_logprobs"]]
-    sample.response_length += len(output["meta_info"]["output_token_logprobs"])
+    pairs = output["meta_info"]["output_token_logprobs"]
+    sample.tokens = sample.tokens + [pair[1] for pair in pairs]
+    sample.response_length += len(pairs)
     sample.response += output["text"]
     sample.tool_call_count = args.max_turns
     match output["meta_info"]["finish_reason"]["type"]:
@@ -141,9 +143,7 @@ async def test_a_function_of_slime_gets_versions_and_log_probs_without_requestin
             [-0.5] * 4,
             list(GROUP.prompt_ids),
         )
-        assert row.weight_versions == [(4, 1)], (
-            "equal answers to an equal question: the older weights"
-        )
+        assert row.weight_versions == [(4, 1)], "equal answers to equal requests: the older weights"
         assert vars(row)["tool_call_count"] == 7 and row.response.startswith("yes")
     assert engine.asked[0][1]["max_new_tokens"] == 9 and engine.asked[0][1]["no_stop_trim"] is True
 
@@ -156,11 +156,21 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    output = await post(url, {"input_ids": prompt_ids, "sampling_params": state.sampling_params, "return_logprob": True})
+    params = state.sampling_params
+    body = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
+    output = await post(url, body)
     ids = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
-    made = Sample(prompt=sample.prompt, tokens=prompt_ids + ids, response_length=len(ids), response=output["text"],
-                  loss_mask=[1] * len(ids), status=Sample.Status.COMPLETED, group_index=sample.group_index)
-    return [made]
+    return [
+        Sample(
+            prompt=sample.prompt,
+            tokens=prompt_ids + ids,
+            response_length=len(ids),
+            response=output["text"],
+            loss_mask=[1] * len(ids),
+            status=Sample.Status.COMPLETED,
+            group_index=sample.group_index,
+        )
+    ]
 """
 
 
@@ -181,15 +191,17 @@ async def test_a_file_written_for_slime_runs_unchanged_without_slime(tmp_path):
 AGENT = """
 import openai
 async def generate(args, sample, sampling_params, evaluation=False):
-    client = openai.AsyncOpenAI(base_url=f"{args.session_url}/{sample.session_id}/v1", api_key="none")
+    base_url = f"{args.session_url}/{sample.session_id}/v1"
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+    create = client.chat.completions.create
     messages = [{"role": "user", "content": "hi"}]
     for turn in range(2):
         if turn:
-            stream = await client.chat.completions.create(model="m", messages=messages, stream=True, temperature=0.1)
+            stream = await create(model="m", messages=messages, stream=True, temperature=0.1)
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
             message = {"role": "assistant", "content": text}
         else:
-            answer = await client.chat.completions.create(model="m", messages=messages, logprobs=True, max_tokens=5)
+            answer = await create(model="m", messages=messages, logprobs=True, max_tokens=5)
             message = answer.choices[0].message
             assert [one.token_id for one in answer.choices[0].logprobs.content][-1] == 1
             assert answer.usage.completion_tokens == 4 and answer.choices[0].finish_reason == "stop"
@@ -284,7 +296,8 @@ async def test_after_a_cut_off_a_function_returns_partial_samples_and_continues_
         + "\n    \n"
         + "import asyncio\n_one = generate\nasync def generate(args, sample, sampling_params):\n"
     )
-    source += "    if sample.index:\n        await asyncio.sleep(60)\n    return await _one(args, sample, sampling_params)\n"
+    source += "    if sample.index:\n        await asyncio.sleep(60)\n"
+    source += "    return await _one(args, sample, sampling_params)\n"
     path = f"{tmp_path / 'mine.py'}:generate"
     async with _way(
         tmp_path, source, _Engine(), stop=stop, custom_generate_function_path=path
@@ -360,20 +373,25 @@ import httpx, openai, json
 async def generate(args, sample, sampling_params):
     base = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     async with httpx.AsyncClient(base_url=base) as client:
-        by_text = (await client.post("/generate", json={"text": "ab", "sampling_params": {"stop": ["s"]}})).json()
-        batch = (await client.post("/generate", json={"input_ids": [[5], [6]], "sampling_params": {"n": 2}})).json()
+        body = {"text": "ab", "sampling_params": {"stop": ["s"]}}
+        by_text = (await client.post("/generate", json=body)).json()
+        body = {"input_ids": [[5], [6]], "sampling_params": {"n": 2}}
+        batch = (await client.post("/generate", json=body)).json()
         models = (await client.get("/v1/models")).json()
         workers = (await client.get("/workers")).json()
         empty = await client.post("/generate", json={"input_ids": []})
-        lost = await client.post("/sessions/none/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
-        many = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "n": 2})
-    sample.metadata["said"] = [by_text["text"], by_text["meta_info"]["weight_version"], len(batch), models["data"][0]["id"]]
-    sample.metadata["codes"] = [empty.status_code, lost.status_code, many.status_code, many.json()["error"]["message"]]
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        lost = await client.post("/sessions/none/v1/chat/completions", json=body)
+        many = await client.post("/v1/chat/completions", json={**body, "n": 2})
+    version = by_text["meta_info"]["weight_version"]
+    sample.metadata["answers"] = [by_text["text"], version, len(batch), models["data"][0]["id"]]
+    codes = [empty.status_code, lost.status_code, many.status_code]
+    sample.metadata["codes"] = [*codes, many.json()["error"]["message"]]
     sample.tokens += [5]
     return sample
 """
     rows = await _rows(tmp_path, source, _Real())
-    by_text, version, batch, model = rows[0].metadata["said"]
+    by_text, version, batch, model = rows[0].metadata["answers"]
     assert (by_text, batch, model) == ("ye", 4, "run") and version.startswith("b@")
     assert (
         rows[0].metadata["codes"][:3] == [400, 400, 400]

@@ -33,12 +33,14 @@ async def fails(args, sample):
     raise ValueError("no verdict")
 """
 
+SIGNATURE = "def generate(args, sample, sampling_params):\n"
+
 
 def _names(tmp_path: Path, function: str) -> str:
     """Return a generate function whose samples name a reward function."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     path = f"{tmp_path / 'rewards.py'}:{function}"
-    return f"def generate(args, sample, sampling_params):\n    sample.custom_rm_path = {path!r}\n{ANSWER}"
+    return f"{SIGNATURE}    sample.custom_rm_path = {path!r}\n{ANSWER}"
 
 
 async def test_a_sample_is_scored_by_the_function_that_it_names(tmp_path: Path):
@@ -124,7 +126,7 @@ async def test_an_unread_field_is_refused_with_the_replacement(
 
 
 async def test_an_empty_unread_field_is_accepted(tmp_path: Path):
-    source = f"def generate(args, sample, sampling_params):\n    sample.multimodal_inputs = {{}}\n{ANSWER}"
+    source = f"{SIGNATURE}    sample.multimodal_inputs = {{}}\n{ANSWER}"
     assert len(await _rows(tmp_path, source)) == 2
 
 
@@ -132,7 +134,8 @@ async def test_an_empty_unread_field_is_accepted(tmp_path: Path):
 def test_a_data_source_cannot_set_fields_that_a_plan_does_not_store(tmp_path: Path, name: str):
     (tmp_path / "mine.py").write_text(
         "from rlpipe.types import Sample\nclass Source:\n    def __init__(self, args): pass\n"
-        f"    def get_samples(self, n): return [[Sample(prompt='p'), Sample(prompt='p', {name}={{'a': 1}})]] * n\n"
+        "    def get_samples(self, n):\n"
+        f"        return [[Sample(prompt='p'), Sample(prompt='p', {name}={{'a': 1}})]] * n\n"
     )
     with pytest.raises(HookError, match=f"sample.{name} is not kept from the data source"):
         CustomSource(f"{tmp_path / 'mine.py'}:Source", ARGS).draw(1, drawn=0, iteration=0)
@@ -174,12 +177,12 @@ async def test_a_held_out_set_may_have_a_separate_generate_function(tmp_path: Pa
         tmp_path, str(tmp_path / "own.py"), custom_generate_function_path=str(tmp_path / "run.py")
     )
     model = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}
-    ground = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
+    resources = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
     labels = {}
     for dataset in config.evaluation.datasets:
         rollout = config.rollout.model_copy(update=dataset.sampling())
         occasion = RolloutContext(rollout, 0, evaluation=True)
-        async with open_generate_function(ground, occasion, _Engine()) as generate:  # pyright: ignore[reportArgumentType]
+        async with open_generate_function(resources, occasion, _Engine()) as generate:  # pyright: ignore[reportArgumentType]
             labels[dataset.name] = {row.label for row in await generate(GROUP)}
     assert labels == {"a": {"own"}, "b": {"run"}}
     assert config.reads_text
@@ -259,15 +262,15 @@ async def _opd_rows(tmp_path: Path, values: str, sections: dict[str, Any]) -> li
     (tmp_path / "mine.py").write_text(TEACHER.replace("VALUES", values))
     config = _with_set(tmp_path, None, custom_generate_function_path=str(tmp_path / "mine.py"))
     config = validate({**config.model_dump(mode="json"), **sections})
-    ground = RolloutResources.load(
+    resources = RolloutResources.load(
         config,
         TOKENIZER,
         {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200},
         str(tmp_path),
     )
-    async with open_generate_function(
-        ground, RolloutContext(config.rollout), _Engine()
-    ) as generate:  # pyright: ignore[reportArgumentType]
+    engine: Any = _Engine()
+    context = RolloutContext(config.rollout)
+    async with open_generate_function(resources, context, engine) as generate:
         return await generate(GROUP)
 
 

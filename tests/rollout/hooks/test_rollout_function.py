@@ -55,8 +55,10 @@ def _function(tmp_path: Path, body: str, iteration: int = 0) -> RolloutFunction:
     path = tmp_path / f"rollout{iteration}.py"
     lines = "\n    ".join(body.strip().splitlines())
     path.write_text(
-        "def finish(groups):\n    for group in groups:\n        for sample in group:\n            sample.tokens += [7]\n"
-        f"    return groups\ndef generate_rollout(args, rollout_id, data_source, evaluation=False):\n    {lines}\n"
+        "def finish(groups):\n    for group in groups:\n        for sample in group:\n"
+        "            sample.tokens += [7]\n    return groups\n"
+        "def generate_rollout(args, rollout_id, data_source, evaluation=False):\n"
+        f"    {lines}\n"
     )
     function = load_rollout_function(str(path))
     return RolloutFunction(
@@ -144,6 +146,9 @@ async def test_a_killed_function_gets_the_same_groups_except_those_that_were_wri
     assert first.after == second.after
 
 
+GET_TWO = "groups = finish(data_source.get_samples(2))\n"
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -151,16 +156,16 @@ async def test_a_killed_function_gets_the_same_groups_except_those_that_were_wri
         ("return finish(data_source.get_samples(1))", r"(?s)too few groups.*1 groups"),
         ("return finish(data_source.get_samples(2))[:1] * 2", "twice"),
         (
-            "groups = finish(data_source.get_samples(2))\ngroups[0][0].group_id = 'mine'\nreturn groups",
+            f"{GET_TWO}groups[0][0].group_id = 'mine'\nreturn groups",
             "not handed out",
         ),
         (
-            "groups = finish(data_source.get_samples(2))\nreturn [groups[0][:1], groups[1]]",
+            f"{GET_TWO}return [groups[0][:1], groups[1]]",
             r"(?s)not complete.*each of 2 rollouts once",
         ),
         ("return 5", r"(?s)another type.*int"),
         (
-            "groups = finish(data_source.get_samples(2))\ndata_source.add_samples(groups)\nreturn groups",
+            f"{GET_TWO}data_source.add_samples(groups)\nreturn groups",
             "both returned and added",
         ),
     ],
@@ -211,7 +216,8 @@ class Source:
         self.number = 0
     def get_samples(self, num_samples):
         self.number += num_samples
-        texts = [f"{chr(96 + n)}{chr(97 + random.randrange(26))}" for n in range(self.number - num_samples + 1, self.number + 1)]
+        numbers = range(self.number - num_samples + 1, self.number + 1)
+        texts = [f"{chr(96 + n)}{chr(97 + random.randrange(26))}" for n in numbers]
         return [[Sample(prompt=text, label=text) for _ in range(2)] for text in texts]
 """
 
@@ -224,7 +230,7 @@ def test_the_first_draw_of_a_data_source_is_kept(tmp_path):
         assert one.part(0, DataState(), 0) == first and one.part(1, first.plan.after, 0) == second
     third = _planner(tmp_path, source=SOURCE).part(2, second.plan.after, 0)
     texts = [group.prompt[0] for part in (first, second, third) for group in part.plan.groups]
-    assert texts == list("abcdef"), "made anew, it is brought to where the branch is"
+    assert texts == list("abcdef"), "a new source repeats the draws of the branch"
     assert planner.part(2, third.plan.after, 0, write=False).digest == ""
 
 
@@ -259,7 +265,10 @@ def choose(args, buffer, num_samples):
 
 @pytest.mark.parametrize("choose", [LAST, LAST.replace("args, buffer", "args, rollout_id, buffer")])
 async def test_a_buffer_filter_takes_keeps_and_drops_groups(tmp_path, choose):
-    body = "groups = finish(data_source.get_samples(5))\ndata_source.add_samples(groups[2:])\nreturn groups[:2]"
+    body = (
+        "groups = finish(data_source.get_samples(5))\n"
+        "data_source.add_samples(groups[2:])\nreturn groups[:2]"
+    )
     before, _ = await _run(tmp_path, _planner(tmp_path), body, 0, DataState())
     waiting = [one.group_id for one in before.after.buffer]
     assert len(waiting) == 4
