@@ -14,13 +14,13 @@ the store of a run.
     branches/<branch>/scalars/*                   tables over the branch
     rollouts/<branch>/*                           nodes of iterations without a commit
     gates/<branch>/*                              gates that a person opened
-    draws/*                                       plans whose draw cannot be repeated
-    plans/<digest>/plan.json                      what an iteration samples
+    draws/*                                       plans of draws that cannot be repeated
+    plans/<digest>/plan.json                      prompts, group ids and seeds of an iteration
     plans/<digest>/groups/*, cut/*                finished groups; tokens of cut groups
     receipts/<stage>/<digest>*.json               receipts of checkpoints and evaluations; removals
     nodes/<stage>/<digest>.json                   result of a stage, named by its input digest
     data/<stage>/<digest>/*                       files of that result
     checkpoints/<branch>/iter_%07d/...            files of a checkpoint node
 
-The store knows the format of the rows. What the rows are used for is decided in other packages.
+The store defines the format of the rows. Other packages define their use.
 """

@@ -295,12 +295,14 @@ class Branches:
             parent_sha256=parent_sha256,
             look_for=look_for,
         )
+        # The last step before the write keeps the window short in which a takeover is missed.
         if fence is not None:
             fence()
         try:
             self._files.create(path, seal(commit, path))
         except ObjectConflict as error:
             commit = self._adopt_winner(commit, error)
+        # Only now: a receipt before its commit would be evidence of a commit that never existed.
         self._receipts.write(commit)
         return commit
 
@@ -314,7 +316,7 @@ class Branches:
         return [branch, *self.sources(branch)][-1]
 
     def sources(self, branch: str) -> list[str]:
-        """Return the branches whose rollouts a branch loads, directly and through others.
+        """Return the branches that a branch loads rollouts from, directly and through others.
 
         Raises: ObjectMissing, ObjectCorrupt.
         """

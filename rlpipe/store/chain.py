@@ -53,7 +53,7 @@ READERS = 8
 MOST_AWAITED = 32
 """Limit of awaited leaves. Without it, uploads that were abandoned would add up."""
 EXPANDED = (Stage.INIT, Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.SEGMENT)
-"""Stages of foreign nodes whose inputs are named too. A train node is not among them, because
+"""Stages of foreign nodes with named inputs. A train node is not among them, because
 earlier commits name the inputs of an earlier state."""
 INPUT_STAGES = (
     Stage.SEGMENT,

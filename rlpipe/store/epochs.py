@@ -112,7 +112,7 @@ class Epochs:
         self._skew_s = skew_s
 
     def newest(self, branch: str) -> Lease | None:
-        """Return the lease that counts, or None if the branch never had a driver.
+        """Return the lease that counts, or None for a branch without any driver so far.
 
         Raises: ObjectCorrupt.
         """
@@ -149,6 +149,7 @@ class Epochs:
 
         Raises: Fenced if a driver or another collector is active; StoreError.
         """
+        # Write the collector's epoch before reading those of the branches (module docstring).
         own = self._take(COLLECTOR)
         own.keep()
         try:
@@ -375,7 +376,7 @@ class Epoch:
                 )
 
     def _write(self, *, released: bool = False) -> None:
-        # Count first: a write that failed may have arrived all the same.
+        # Count first: a failed write may have arrived, and no name can be written twice.
         self._renewals += 1
         now = clock().isoformat(timespec="milliseconds")
         lease = self._lease.model_copy(update={"renewed": now, "released": released})
@@ -401,6 +402,7 @@ def superseded_renewals(names: Iterable[str]) -> set[str]:
     the last one of the newest epoch.
     """
     leases = {name: match for name in names if (match := EPOCH_NAME.fullmatch(name))}
+    # Names have fixed widths, so the last one by name is the newest epoch and renewal.
     newest: dict[str, str] = {}
     for name, match in leases.items():
         newest[match[1]] = max(newest.get(match[1], name), name)

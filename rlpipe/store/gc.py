@@ -7,9 +7,9 @@ adopt: plans of iterations that it has not committed, their finished groups, and
 them. So a crashed run loses nothing, however old it is.
 
 All other objects are removed once they are older than the grace period, which must be longer than
-the upload of a checkpoint. This includes draws of removed plans, and the rest of a run whose
-removal was killed. Of the epochs only superseded renewals are removed. Epochs of removed runs stay,
-half a kilobyte each, so that a suspended driver is still refused.
+the upload of a checkpoint. This includes draws of removed plans, and the rest of a partly removed
+run. Of the epochs only superseded renewals are removed. Epochs of removed runs stay, half a
+kilobyte each, so that a suspended driver is still refused.
 
 A new driver may adopt garbage, because its inputs may be equal. So removal never runs while a
 driver is active. `Epochs.exclusive` refuses a collection while a branch is driven, refuses new

@@ -56,6 +56,7 @@ class Holder(Record):
 
 def pid_space() -> str:
     """Return an identifier of this boot of the machine and this PID namespace."""
+    # Containers of one machine share the boot id, but not the PID namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 

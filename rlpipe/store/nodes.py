@@ -2,7 +2,7 @@
 
 Equal inputs give the same node, so a stage that finds its node has nothing to do. If two attempts
 write one node, the first record wins. Both attempts continue with that record, because both
-results come from the same inputs. `Config.identity` decides what belongs to a stage's config.
+results come from the same inputs. `Config.identity` selects the keys of a stage's config.
 
 Entry points: `Nodes`, `input_digest`, `node_path`.
 """

@@ -1,4 +1,6 @@
-"""Plans: what an iteration samples, written before the first request and named by content.
+"""Plans: prompts, group ids and seeds of an iteration, written before the first request.
+
+A plan is named by the sha256 of its bytes.
 
     plans/<digest>/plan.json     the plan
     draws/<state>                digest of the plan that was drawn first from a data state

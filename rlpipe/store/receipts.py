@@ -6,9 +6,9 @@
                                              garbage collection removed a node with these bytes
 
 A receipt is written right after its record, and never before it. The chain of digests does not
-replace receipts: it fixes what is below a commit, but the newest commit has no successor that names
-it. Without a receipt, a branch whose newest commit was removed would look like a branch whose
-driver was killed before that commit. So
+replace receipts: it fixes the history below a commit, but the newest commit has no successor that
+names it. Without a receipt, a branch without its newest commit would look like a branch with a
+driver that was killed before that commit. So
 
     a receipt without its commit    the commit existed and was removed
     a commit without its receipt    its driver was killed between the two; the iteration counts
@@ -116,8 +116,8 @@ class Receipts:
     def write_node(self, node: Node) -> None:
         """Write the receipt of a stored node unless one exists. Raises: StoreError."""
         path = node_receipt_path(node.stage, node.digest)
-        # A receipt with other content means that the node was removed, and that a later attempt had
-        # another result. The run continues, and the audit reports the difference.
+        # A receipt with other content means that the node was removed, and that a later attempt
+        # gave another result. The run continues, and the audit reports the difference.
         with suppress(ObjectConflict):
             self._files.create(path, seal(NodeReceipt.of(node), path))
 
@@ -160,6 +160,7 @@ class Receipts:
 
     def was_removed(self, stage: Stage, digest: str, sha256: str) -> bool:
         """True if garbage collection removed a node with this sha256. Raises: ObjectCorrupt."""
+        # The path has only 16 digits of the sha256.
         try:
             return self.get_removed(removed_path(stage, digest, sha256)).sha256_of_record == sha256
         except ObjectMissing:
@@ -180,7 +181,7 @@ class Receipts:
         return receipt
 
     def refuse_other(self, commit: Commit) -> None:
-        """Refuse an iteration whose removed commit had another result.
+        """Refuse a commit that differs from a removed commit of the same iteration.
 
         Call it while the iteration is not committed. Raises: ObjectConflict.
         """

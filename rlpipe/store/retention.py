@@ -10,9 +10,9 @@ batches since the older one. So all checkpoints of a branch may be removed excep
 
 A whole run may be removed if nothing else uses it: no fork, no run that started from its weights or
 trains on its rollouts, no driver. Its tables and receipts are removed first, then its commits from
-the newest on, and its configuration last. A removal that is killed leaves a shorter run, whose
-tables can be computed again, and the same command continues. Samples and batches of a run that
-stays are never removed: audit, replay and reprocessing need them.
+the newest on, and its configuration last. A removal that is killed leaves a shorter run with tables
+that can be computed again, and the same command continues. Samples and batches of a run that stays
+are never removed: audit, replay and reprocessing need them.
 
 Nodes and files of a removed run become garbage, and `gc` removes them.
 

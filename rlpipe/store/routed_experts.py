@@ -40,6 +40,7 @@ def routed_width(model: Mapping[str, Any]) -> int:
 
     Raises: ConfigError for a model without experts.
     """
+    # Models with vision have the sizes of the language model in `text_config`.
     text = model.get("text_config") or model
     if not isinstance(text, Mapping) or not text.get("num_experts_per_tok"):
         raise ConfigError(
@@ -78,7 +79,7 @@ def write_rows(rows: np.ndarray) -> str:
 
 
 def num_rows(rows: np.ndarray | None) -> int:
-    """Return the number of tokens whose experts are known."""
+    """Return the number of tokens with known experts."""
     return 0 if rows is None else len(rows)
 
 

@@ -36,7 +36,7 @@ class Segment(VersionedRecord):
     """Weight version."""
     epoch: int
     weights: str
-    """Digest of the train node whose state was not reproduced."""
+    """Digest of the train node with the state that was not reproduced."""
     segment: str
     """Digest of the segment node that replaces it."""
     created: str = ""

@@ -61,9 +61,9 @@ def test_tables_show_a_lost_commit_without_a_receipt(local_files: Files):
     scalars.update(local_files, "run")
     for path in (commit_path(2), receipt_path("run", 2)):
         local_files.delete(path)
-    said = check_branch(local_files, "run")
-    assert [one.where for one in said if one.rule == "records"] == ["run/00000002"]
-    assert {one.rule for one in said} == {"records", "tables"}
+    findings = check_branch(local_files, "run")
+    assert [one.where for one in findings if one.rule == "records"] == ["run/00000002"]
+    assert {one.rule for one in findings} == {"records", "tables"}
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,10 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
     assert tool("--grace", "0s") == 0
     assert "0 objects may go" in capsys.readouterr().out
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--list") == 0
-    said = capsys.readouterr().out
-    assert "checkpoints         2 objects" in said and "6 objects may go; --delete does it" in said
+    output = capsys.readouterr().out
+    assert (
+        "checkpoints         2 objects" in output and "6 objects may go; --delete does it" in output
+    )
     assert local_files.list() == before
     assert tool("--grace", "0s", "--remove", "run") == 2
     assert "fork: a fork of run/00000002" in capsys.readouterr().err
@@ -238,7 +240,7 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--grace", "soon"), "not a time"),
         (("--keep-every", "10"), "give --keep-checkpoints too"),
@@ -246,10 +248,13 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
     ],
 )
 def test_contradictory_options_are_refused(
-    tool: Callable[..., int], words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    tool: Callable[..., int],
+    words: tuple[str, ...],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
 ):
     assert tool(*words) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_nothing_is_deleted_while_a_run_is_driven(

@@ -25,13 +25,15 @@ DAMAGED = [
 
 
 def test_a_run_file_is_read_back_and_the_default_is_the_store_of_the_home(tmp_path: Path):
-    said = RunFile(store="s3://bucket/prefix", config={"run": "run"}, epoch=3, ray="10.0.0.1:6379")
+    run_file = RunFile(
+        store="s3://bucket/prefix", config={"run": "run"}, epoch=3, ray="10.0.0.1:6379"
+    )
     assert find_run(tmp_path, "run") is None and store_of(tmp_path, "run") == tmp_path / "store"
     with pytest.raises(ConfigError, match="there is no such run"):
         get_run(tmp_path, "run")
-    write_run(tmp_path, "run", said)
-    assert find_run(tmp_path, "run") == get_run(tmp_path, "run") == said
-    assert store_of(tmp_path, "run") == said.store
+    write_run(tmp_path, "run", run_file)
+    assert find_run(tmp_path, "run") == get_run(tmp_path, "run") == run_file
+    assert store_of(tmp_path, "run") == run_file.store
     assert list((tmp_path / "run").iterdir()) == [run_path(tmp_path, "run")]
 
 
@@ -70,11 +72,11 @@ def test_a_command_names_an_unreadable_run_file_and_the_fix(
     tool = importlib.import_module(f"tools.{words[0]}")
     monkeypatch.setattr(sys, "argv", [f"tools.{words[0]}", *words[1:]])
     assert tool.main() == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        "ObjectCorrupt" in said
-        and str(run_path(tmp_path, "run")) in said
-        and "start the run again" in said
+        "ObjectCorrupt" in output
+        and str(run_path(tmp_path, "run")) in output
+        and "start the run again" in output
     )
 
 

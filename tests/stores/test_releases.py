@@ -20,7 +20,7 @@ from tools.migrate import migrate
 
 RELEASES = ("first_release",)
 OLDER = ("format_1",)
-"""Have to be migrated first."""
+"""Stores that must be migrated first."""
 RECIPE = "tests/stores/first.yaml"
 
 

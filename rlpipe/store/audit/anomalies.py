@@ -5,7 +5,7 @@
     truncated       share of responses that were cut off at the length limit
     empty           share of responses without a token
     dropped         share of groups that were sampled and not trained
-    no_signal       share of trained groups whose rewards are all equal, so that they teach nothing
+    no_signal       share of trained groups with equal rewards, so that they teach nothing
     stale           a trained token is older than `async_buffer_size` allows
     drift           engine and trainer differ in the log-probs of trained tokens
     grad_norm, reward, response_tokens, entropy

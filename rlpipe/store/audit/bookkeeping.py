@@ -82,6 +82,7 @@ def check_epochs(
     """Check the epochs of a branch, and return the readable leases. `used`: epochs of commits."""
     paths = [path for path in files.list(epochs_folder(branch)) if EPOCH_NAME.fullmatch(path)]
     numbers = {int(match[2]) for path in paths if (match := EPOCH_NAME.fullmatch(path))}
+    # Commits without a driver, as in tools, have epoch 0.
     named = [number for number in {*numbers, *used} if number > 0]
     for number in range(1, max(named, default=0) + 1):
         if not files.exists(epoch_path(branch, number)):
@@ -109,6 +110,7 @@ def _check_lease(
 ) -> None:
     """Check a lease. `taken`: the first lease of its epoch."""
     where = files.shown(path)
+    # A lease in the future would keep other drivers out for that long.
     latest = clock() + timedelta(seconds=max(FUTURE_S, SKEW_S))
     for name in ("since", "renewed"):
         time = getattr(lease, name)

@@ -120,6 +120,7 @@ def signed_head(
         signature = read_or_report(
             files, report.findings, "chain", files.shown(path), partial(read_signature, files, path)
         )
+        # A run may have been signed with several keys in turn.
         if signature is None or not key.of(signature):
             continue
         if not key.signed(signature):
@@ -177,6 +178,7 @@ class _ChainCheck:
             self._add_finding(_path(commit), "it names no digest of its parent")
             return True
         where = _name(commit)
+        # The chain of a root branch begins with its configuration (`chain.link_commit`).
         parent = f"branches/{commit.parent}.json" if commit.parent else config_path(commit.branch)
         expected = {parent: commit.parent_sha256, **commit.records, **commit.leaves}
         with ThreadPoolExecutor(READERS) as pool:
@@ -203,6 +205,7 @@ class _ChainCheck:
 
         False if garbage collection removed it.
         """
+        # Only leaves may be removed from a run that stays. The record of the removal has the bytes.
         match path.split("/"):
             case ["nodes", stage, name] if stage in LEAVES:
                 if self._was_removed(Stage(stage), name.removesuffix(".json"), expected):
@@ -225,6 +228,7 @@ class _ChainCheck:
 
     def _is_reported(self, path: str) -> bool:
         """True if another check has reported an unreadable object."""
+        # Other checks name a node or plan by digest, and a commit or configuration by branch.
         stem = path.rpartition("/")[2].removesuffix(".json")
         names = (
             (path, stem)
@@ -243,11 +247,14 @@ class _ChainCheck:
         if number is None:
             self._report_unknown_head(head, digests)
             return
+        # Commits are newest first: those before `number` are newer than the digest.
         below = list(self._commits[number:])
         connected = _connected(below)
         linked = [commit for commit in connected if commit.parent_sha256 is not None]
         fixed = {path for commit in linked for path in (*commit.records, *commit.leaves)}
+        # A commit is missing or unreadable, and older commits exist.
         torn = len(linked) == len(connected) < len(below)
+        # The chain fixes nodes, and nodes fix files. So a damaged file breaks the proof as well.
         damaged = any(one.rule in ("files", "records") for one in self._report.findings)
         self._report.proof = Proof(
             head=digests[number] or head,

@@ -49,7 +49,7 @@ def history(files: Snapshot, branch: str) -> History:
     first_of: dict[str, int] = {}
     unread = 0
     if not files.names_below(f"branches/{branch}"):
-        branches.get(branch)
+        branches.get(branch)  # raises ObjectMissing
     name = branch
     last = None
     # A damaged configuration may name a descendant as its origin, hence the second condition.

@@ -12,10 +12,9 @@ An object is explained if a record of some run leads to it:
 
 All other objects are reported. An object is a leftover, a note of the report, if killed or replaced
 attempts of a known run leave such objects, or if it belongs to a removed run until garbage
-collection deletes it. Leftovers are unfinished files, plans that were drawn in an iteration whose
-commit has other plans, nodes made from these plans, and complete files that no node names. Any
-other object is a finding: a node or plan of no run, an unknown name, a link, a device, a file with
-two names.
+collection deletes it. Leftovers are unfinished files, plans of an iteration that was committed with
+other plans, nodes made from these plans, and complete files that no node names. Any other object is
+a finding: a node or plan of no run, an unknown name, a link, a device, a file with two names.
 
 An unreadable object is a finding too, and objects that only it names are reported as unexplained.
 
@@ -166,6 +165,7 @@ class _Explainer:
             if seen.identity is not None:
                 names[seen.identity].append(seen.path)
         for paths in names.values():
+            # Hard links: a change of one name changes the other object too.
             for path in sorted(paths)[1:]:
                 other = self._files.shown(min(paths))
                 self._add_finding(path, f"the same file has another name in the store: {other}")

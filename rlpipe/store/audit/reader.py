@@ -75,7 +75,7 @@ class Loaded:
     plans: list[Plan] = field(default_factory=list)
     nodes: dict[Stage, Node] = field(default_factory=dict)
     rows: dict[Stage, list[Rows]] = field(default_factory=dict)
-    """Tables of each stage whose tables are all readable."""
+    """Tables of each stage with only readable tables."""
     rollout: RolloutOutputs | None = None
     findings: list[Finding] = field(default_factory=list)
 
@@ -133,6 +133,7 @@ class Reader:
                     loaded.rows[stage] = rows
         rollout = loaded.nodes.get(Stage.ROLLOUT)
         named = {record.path for record in rollout.files} if rollout else ()
+        # Without a plan its groups are unknown, and every shard would look unexpected.
         if len(loaded.plans) == len(commit.plans):
             for digest, plan in zip(commit.plans, loaded.plans, strict=True):
                 self._add_unexpected(
@@ -231,6 +232,7 @@ class Reader:
 
     def _check_file(self, findings: list[Finding], record: FileRecord, url: str) -> pa.Table | None:
         """Check a file. Return its rows if it is a readable table."""
+        # A file of another size is not the recorded one, so it is not read.
         size = self._files.size(record.path)
         if size != record.size_bytes:
             problem = f"{size} bytes, recorded are {record.size_bytes}"
@@ -286,6 +288,7 @@ def read_ahead(loads: Iterable[Callable[[], Loaded]]) -> Iterator[Loaded]:
         waiting: deque[Future[Loaded]] = deque()
         for load in loads:
             waiting.append(pool.submit(load))
+            # Bounded, because the tables of every loaded iteration are in memory.
             if len(waiting) > AHEAD:
                 yield waiting.popleft().result()
         while waiting:

@@ -52,12 +52,14 @@ class Snapshot(Files):
         for prefix in ("", *LISTED_LAST):
             for seen in files.survey(prefix):
                 snapshot._add(seen)
+        # Some folders were listed twice.
         snapshot.odd = list(dict.fromkeys(snapshot.odd))
         snapshot.unfinished = list({seen.path: seen for seen in snapshot.unfinished}.values())
         snapshot._names = sorted(snapshot.seen)
         return snapshot
 
     def _add(self, seen: ListedName) -> None:
+        # A backend reports a folder that it cannot list as a name. Here that is the root.
         if not seen.path:
             raise StoreError("listing of the store failed", where=self.root, found=seen.kind)
         if seen.kind is None and not is_safe(seen.path):

@@ -1,12 +1,12 @@
 """Files in the folders of a run that no writer of rlpipe creates.
 
-Examples: copies, files whose name does not match their bytes, rows of another plan. Most of them
-are never read, but a retry that adopts the files of a folder might read them.
+Examples: copies, files with a wrong checksum in the name, rows of another plan. Most of them are
+never read, but a retry that adopts the files of a folder might read them.
 
 A file that no record names is not always unexpected. An attempt that was killed before its node was
-recorded, or that continued after another attempt replaced it, leaves complete files whose names
-carry their checksum. Two attempts never write equal bytes, because samples have times. Only groups
-from the buffer and failed groups may be written twice with equal bytes.
+recorded, or that continued after another attempt replaced it, leaves complete files with right
+checksums in their names. Two attempts never write equal bytes, because samples have times. Only
+groups from the buffer and failed groups may be written twice with equal bytes.
 
 Entry points: `of_branch`, `of_plan`, `of_node`, `misnamed`.
 """
@@ -99,6 +99,7 @@ def misnamed(files: Snapshot, path: str, pattern: re.Pattern[str]) -> str | None
     match = pattern.fullmatch(path)
     if match is None:
         return UNKNOWN_NAME
+    # Shards and data files are small. A sparse file of petabytes would take days to hash.
     try:
         files.refuse_large(path)
         sha256 = files.sha256(path)
@@ -132,6 +133,7 @@ def _misplaced(
     }
     if foreign := sorted(set(groups) - set(is_new)):
         return f"it has rows of {', '.join(foreign[:3])}, which its plan does not draw"
+    # Only new groups with a time of their end must be unique (module docstring).
     if (
         "/groups/" in path
         and any(is_new[group] for group in sampled)
@@ -143,6 +145,7 @@ def _misplaced(
 
 def _twin(path: str, names: Sequence[str]) -> str | None:
     """Return another file of the folder with the same checksum in its name, or None."""
+    # Names end in the first 16 digits of the sha256.
     own = PurePosixPath(path)
     for name in names:
         other = PurePosixPath(name)

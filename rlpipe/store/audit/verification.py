@@ -89,10 +89,10 @@ def check_store(
 
     With a `run`, the records of all runs explain objects, but files, rows and bookkeeping are read
     for that run only. `head`: sha256 of a commit of the run, or at least 16 digits of it; the
-    report says what the digest proves. `signed_by`: without a `head`, use the newest commit that is
-    signed with this key. Raises: ObjectMissing if the run does not exist, or the store is empty;
-    StoreError if the store does not answer; ConfigError for an invalid `head`, or one without a
-    run.
+    report names the commits that it proves. `signed_by`: without a `head`, use the newest commit
+    that is signed with this key. Raises: ObjectMissing if the run does not exist, or the store is
+    empty; StoreError if the store does not answer; ConfigError for an invalid `head`, or one
+    without a run.
     """
     if (head is not None or signed_by is not None) and run is None:
         raise ConfigError(
@@ -224,7 +224,7 @@ class _BranchAudit:
                 self.findings += self._reader.check_leaves(segment.segment, version)
 
     def add_sources(self, branch: str) -> None:
-        """Add the nodes of the runs whose rollouts a branch loads. They may be parents here."""
+        """Add the nodes of the runs that a branch loads rollouts from. They may be parents."""
         for source in self._read(branch, partial(self._branches.sources, branch)) or ():
             read = self._read(source, partial(history, self._files, source))
             if read is not None:
@@ -408,7 +408,7 @@ class _BranchAudit:
 
 
 def _changed_tokens(samples: pa.Table, batch: pa.Table) -> list[tuple[str, int]]:
-    """Return the keys of batch rows whose tokens differ from those of the rollout."""
+    """Return the keys of batch rows with other tokens than in the rollout."""
     tokens = dict(zip(row_keys(batch), batch["tokens"].to_pylist(), strict=True))
     equal = set()
     compared = set()

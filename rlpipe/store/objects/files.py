@@ -77,8 +77,8 @@ class Files:
         """Write an object.
 
         Returns True if this call wrote it, and False if it exists with the same bytes: from another
-        writer, or from an attempt of this one whose reply was lost. Raises: ObjectConflict if it
-        exists with other bytes; StoreFull; StoreError.
+        writer, or from an earlier attempt after a lost reply. Raises: ObjectConflict if it exists
+        with other bytes; StoreFull; StoreError.
         """
         checked = _object_path(path)
         return self._create_once(
@@ -117,6 +117,7 @@ class Files:
         The file appears complete or not at all. `sha256`: the expected digest. Raises:
         ObjectMissing; ObjectCorrupt if the bytes have another digest; StoreFull.
         """
+        # Download next to the target, so that the rename stays on one file system.
         temporary = Path(temporary_name(os.fspath(local)))
         with named_failures(os.fspath(local)):
             temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +171,7 @@ class Files:
 
     def delete(self, path: str) -> None:
         """Delete an object. A missing object is no error."""
+        # Garbage collection also deletes unfinished files, so temporary names are allowed here.
         self._backend.delete(_safe_path(path))
 
     @property
@@ -234,6 +236,7 @@ def _canonical_root(root: str) -> str:
 
 def is_safe(path: str) -> bool:
     """True if a path stays inside the root and is printable."""
+    # Keys of S3 and names from a damaged record may be anything, also "..", or control characters.
     return (
         path.isprintable()
         and "\\" not in path

@@ -227,6 +227,7 @@ class LocalBackend:
                 # Garbage collection spares young objects. Its age begins now.
                 os.utime(local)
                 target.hardlink_to(local)
+                # The file is an object now, and objects never change.
                 local.chmod(0o444)
             except FileExistsError:
                 return False
@@ -255,6 +256,7 @@ class LocalBackend:
 def _write_and_link(temporary: Path, target: Path, write: Callable[[BinaryIO], object]) -> bool:
     with temporary.open("xb") as file:
         write(file)
+        # The bytes must be on disk before the name. Otherwise a crash could leave an empty object.
         file.flush()
         os.fsync(file.fileno())
     try:

@@ -1,9 +1,9 @@
 """Objects in an S3 bucket, created with `If-None-Match: *`.
 
 Address and credentials come from the standard environment variables (AWS_ENDPOINT_URL,
-AWS_ACCESS_KEY_ID, ...). s3fs signs requests, retries them, and splits large files. A retried PUT
-whose first reply was lost returns "taken", and the caller compares the bytes. Multipart uploads
-that were killed are not objects; a lifecycle rule of the bucket removes them.
+AWS_ACCESS_KEY_ID, ...). s3fs signs requests, retries them, and splits large files. After a lost
+reply, a retried PUT returns "taken", and the caller compares the bytes. Multipart uploads that were
+killed are not objects; a lifecycle rule of the bucket removes them.
 
 If a store answered before and then cannot be reached (a restart, a network failure), requests are
 repeated for OUTAGE_S seconds. A store that never answered is an error at once, because its address
@@ -55,6 +55,7 @@ ADVICE = (
 
 def error_code(error: BaseException) -> str:
     """Return the S3 error code of an exception from s3fs or botocore, or ""."""
+    # s3fs translates errors of botocore to OSError, and keeps the original as the cause.
     for candidate in (error, error.__cause__):
         if isinstance(response := getattr(candidate, "response", None), dict):
             return str(response.get("Error", {}).get("Code", ""))
@@ -100,6 +101,7 @@ class S3Backend:
                 )
         self._bucket, _, prefix = root.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
+        # Another process may write at any time, so listings are never cached.
         self._s3: Any = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
         self._answered = False
 
@@ -205,6 +207,7 @@ class S3Backend:
                 answer = request()
             except (OSError, ClientError, BotoCoreError) as error:
                 outage = unreachable(error)
+                # Any other error is an answer: the address is right.
                 self._answered = self._answered or not outage
                 if not (outage and self._answered) or time.monotonic() + pause_s > end_s:
                     raise

@@ -1,4 +1,4 @@
-"""Tables as files whose names carry their checksum, and the shards of an active rollout.
+"""Tables as files with their checksum in the name, and the shards of an active rollout.
 
 All samples of a group are in one shard. While a rollout runs, finished groups are written to
 `plans/<digest>/groups/<attempt>-<number>-<sha256[:16]>.parquet`, and a retry adopts these files. If

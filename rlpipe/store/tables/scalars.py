@@ -57,6 +57,7 @@ def update(files: Files, branch: str) -> int:
     and iterations after the last one are looked for. Concurrent calls are allowed. Raises:
     ObjectMissing, ObjectCorrupt if an iteration cannot be read; StoreError.
     """
+    # A driver that was killed between two tables left the second one behind the first.
     known = set.intersection(*(_covered(parts_of(files, branch, table)) for table in TABLES))
     missing = _missing(files, branch, known)
     for chunk in _chunks(missing):
@@ -246,7 +247,7 @@ def _merge_files(files: Files, branch: str, table: str) -> None:
 
 
 def _delete_covered(files: Files, parts: list[Part]) -> list[Part]:
-    """Delete each file whose iterations another file has, and return the others."""
+    """Delete each file that another file covers, and return the others."""
     kept: list[Part] = []
     for part in sorted(set(parts), key=lambda part: (part.first - part.end, part)):
         if any(other.first <= part.first and part.end <= other.end for other in kept):

@@ -43,5 +43,5 @@ def head(files: Files, k: int = LAST, branch: str = "run") -> str:
     return Branches(files).read_stored(branch, k)[1]
 
 
-def said(report: Report) -> list[str]:
+def texts(report: Report) -> list[str]:
     return [f"{one.where} {one.problem}" for one in report.findings]

@@ -311,11 +311,11 @@ def another_reason(forger: Forger) -> str:
 def moved_cursor(forger: Forger) -> str:
     """Move the data cursor by one prompt in iteration 1 and every later record."""
 
-    def move(said: object) -> None:
-        if isinstance(said, dict):
-            if said.get("offset", 0) > 3:
-                said["offset"] += 1
-            for value in said.values():
+    def move(content: object) -> None:
+        if isinstance(content, dict):
+            if content.get("offset", 0) > 3:
+                content["offset"] += 1
+            for value in content.values():
                 move(value)
 
     for content in forger.records.values():
@@ -354,15 +354,15 @@ FORGERIES = [
     Forgery("when a sample was sampled", in_table(1, Stage.ROLLOUT, in_column("t_end_s", 5.0))),
     Forgery(
         "a metric",
-        in_outputs(1, Stage.TRAIN, lambda said: said["metrics"].update({"train/loss": 0.0})),
+        in_outputs(1, Stage.TRAIN, lambda outputs: outputs["metrics"].update({"train/loss": 0.0})),
     ),
     Forgery(
         "the digest of a state",
-        in_outputs(1, Stage.TRAIN, lambda said: said.update(state_digest="f" * 64)),
+        in_outputs(1, Stage.TRAIN, lambda outputs: outputs.update(state_digest="f" * 64)),
     ),
     Forgery(
         "the digest of the newest state",
-        in_outputs(LAST, Stage.TRAIN, lambda said: said.update(state_digest="f" * 64)),
+        in_outputs(LAST, Stage.TRAIN, lambda outputs: outputs.update(state_digest="f" * 64)),
     ),
     Forgery("the learning rate", learning_rate),
     Forgery("the first weights", first_weights),

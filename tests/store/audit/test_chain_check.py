@@ -23,7 +23,7 @@ from rlpipe.store.plans import Plans
 from rlpipe.store.segments import Segments
 from rlpipe.store.tables import scalars
 from rlpipe.types import Commit, Stage
-from tests.store.audit.chained import Chained, head, said
+from tests.store.audit.chained import Chained, head, texts
 from tests.store.audit.faulty import build
 from tests.store.audit.forging import FORGERIES, LAST, Forger, Forgery
 from tests.store.lineage import Run, make_node
@@ -90,7 +90,7 @@ def test_a_commit_without_a_parent_digest_breaks_the_proof(root: Path):
     held = head(Files(root))
     files.delete(commit_path("run", 1))
     report = check_store(files, "run", head=held)
-    assert any("run/00000001" in one for one in said(report))
+    assert any("run/00000001" in one for one in texts(report))
     assert "its history was changed" in str(report.proof)
 
 
@@ -157,7 +157,7 @@ def test_a_fork_is_proved_through_its_parent(local_files: Files):
         "branches/begun/config.json" in note.where for note in begun.notes
     ), "no commit names it"
     other = check_store(local_files, "fork", head=head(local_files, 2))
-    assert ["belongs to another run" in one for one in said(other)] == [True], (
+    assert ["belongs to another run" in one for one in texts(other)] == [True], (
         "the parent continued with other commits"
     )
 
@@ -219,27 +219,29 @@ def test_the_number_of_requests_of_a_commit_does_not_grow_with_the_history(
 ):
     run = Chained(local_files).start()
     counts: list[int] = []
-    asked: list[str] = []
+    requests: list[str] = []
     read = Files.read
     exists = Files.exists
     monkeypatch.setattr(
-        Files, "read", lambda files, path, *more: (asked.append(path), read(files, path, *more))[1]
+        Files,
+        "read",
+        lambda files, path, *more: (requests.append(path), read(files, path, *more))[1],
     )
     monkeypatch.setattr(
-        Files, "exists", lambda files, path: (asked.append(path), exists(files, path))[1]
+        Files, "exists", lambda files, path: (requests.append(path), exists(files, path))[1]
     )
     commit_it = Branches.commit
 
     def counted(branches: Branches, made: Commit) -> Commit:
-        asked.clear()
+        requests.clear()
         done = commit_it(branches, made)
-        counts.append(len(asked))
+        counts.append(len(requests))
         return done
 
     monkeypatch.setattr(Branches, "commit", counted)
     run.go(6)
     assert len(set(counts[1:])) == 1 and counts[1] <= 14, counts
-    assert not any(path.endswith((".parquet", ".distcp")) for path in asked), (
+    assert not any(path.endswith((".parquet", ".distcp")) for path in requests), (
         "no data is read again"
     )
 
@@ -249,7 +251,7 @@ def test_a_commit_of_this_format_without_digests_is_named(root: Path):
     forger.commit(LAST).update(parent_sha256=None, records={})
     forger.save(rechain=False)
     assert any(
-        "names no digest of its parent" in one for one in said(check_store(Files(root), "run"))
+        "names no digest of its parent" in one for one in texts(check_store(Files(root), "run"))
     )
 
 
@@ -317,7 +319,7 @@ def test_a_collected_checkpoint_is_a_note_and_a_lost_one_is_a_finding(
     local_files.delete(measured.replace("nodes", "receipts"))
     assert any(
         measured in one and "cannot be read" in one
-        for one in said(check_store(local_files, "run", head=held))
+        for one in texts(check_store(local_files, "run", head=held))
     )
 
 
@@ -343,7 +345,7 @@ def test_a_removal_under_another_name_is_named(local_files: Files, collect: Call
     other = path.replace(path[-29:-13], "0" * 16)
     local_files.create(other, data)
     assert any(
-        "the receipt belongs to another record" in one for one in said(check_store(local_files))
+        "the receipt belongs to another record" in one for one in texts(check_store(local_files))
     )
 
 
@@ -366,7 +368,7 @@ def test_tables_are_compared_with_the_records_if_a_digest_is_held(local_files: F
     )
     assert check_store(local_files, "run").findings == []
     assert any(
-        path in one for one in said(check_store(local_files, "run", head=head(local_files, 2)))
+        path in one for one in texts(check_store(local_files, "run", head=head(local_files, 2)))
     )
 
 
@@ -378,10 +380,10 @@ def test_the_command_prints_a_digest_and_verifies_it(
     stored = (root / "branches/run/00000003.json").read_bytes()
     assert (branch, iteration, sha256) == ("run", "3", hashlib.sha256(stored).hexdigest())
     assert tool("verify", "--run", "run", "--head", sha256) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        f"run/00000003 has the digest {sha256}: it proves 4 commits" in said
-        and "nothing is wrong" in said
+        f"run/00000003 has the digest {sha256}: it proves 4 commits" in output
+        and "nothing is wrong" in output
     )
     assert tool("head", "--run", "run@1") == 0 and capsys.readouterr().out.startswith("run 1 ")
     assert tool("verify", "--run", "run", "--head", sha256[:16].upper()) == 0
@@ -412,7 +414,7 @@ def test_wrong_usage_is_named(
 def test_a_run_without_a_commit_has_no_digest(local_files: Files):
     Run(local_files).start()
     report = check_store(local_files, "run", head="0" * 64)
-    assert ["the history has no commit" in one for one in said(report)] == [True]
+    assert ["the history has no commit" in one for one in texts(report)] == [True]
     with pytest.raises(ConfigError, match="needs a run"):
         check_store(local_files, head="0" * 64)
 

@@ -54,8 +54,8 @@ def test_a_sound_store_has_no_findings_and_no_notes(sound: Path):
 def test_a_planted_fault_is_named(root: Path, fault: Fault):
     expected = fault.plant(root)
     report = check_store(Files(root))
-    said = report.notes if fault.noted else report.findings
-    assert any(expected in f"{one.where} {one.problem}" for one in said), (expected, report)
+    reported = report.notes if fault.noted else report.findings
+    assert any(expected in f"{one.where} {one.problem}" for one in reported), (expected, report)
     assert fault.noted == (not report.findings)
 
 
@@ -85,22 +85,23 @@ def test_no_fault_hides_another(root: Path):
     expected = [fault.plant(root) for fault in FAULTS if fault.name in TOGETHER]
     assert len(expected) == len(TOGETHER)
     for run in (None, "run"):
-        said = [f"{one.where} {one.problem}" for one in check_store(Files(root), run).findings]
-        assert [name for name in expected if not any(name in one for one in said)] == []
+        reported = [f"{one.where} {one.problem}" for one in check_store(Files(root), run).findings]
+        assert [name for name in expected if not any(name in one for one in reported)] == []
 
 
 def test_an_audit_of_one_run_skips_rows_of_others_and_names_unexplained_objects(root: Path):
     shard = next(iter((root / "data/reward").glob("*/*.parquet")))
     (root / "notes.txt").write_text("garbage")
     shard.write_bytes(shard.read_bytes()[::-1])
-    said = {
+    reported = {
         run: [one.where for one in check_store(Files(root), run).findings]
         for run in ("run", "fork", "sampled")
     }
-    assert all(any("notes.txt" in where for where in found) for found in said.values())
-    assert sum(any(shard.name in where for where in found) for found in said.values()) in (1, 2), (
-        "the fork's history is the run's"
-    )
+    assert all(any("notes.txt" in where for where in found) for found in reported.values())
+    assert sum(any(shard.name in where for where in found) for found in reported.values()) in (
+        1,
+        2,
+    ), "the fork's history is the run's"
 
 
 def test_a_file_without_read_permission_is_named_and_the_rest_is_checked(
@@ -116,9 +117,9 @@ def test_a_file_without_read_permission_is_named_and_the_rest_is_checked(
         return opened(self, path)
 
     monkeypatch.setattr(LocalBackend, "_open", refuse)
-    said = [f"{one.where} {one.problem}" for one in check_store(Files(root)).findings]
-    assert any(closed.stem in one and "Permission denied" in one for one in said) and any(
-        "notes.txt" in one for one in said
+    reported = [f"{one.where} {one.problem}" for one in check_store(Files(root)).findings]
+    assert any(closed.stem in one and "Permission denied" in one for one in reported) and any(
+        "notes.txt" in one for one in reported
     )
 
 
@@ -132,11 +133,11 @@ def test_a_folder_without_list_permission_is_named(root: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "scandir", refuse)
     (root / "notes.txt").write_text("garbage")
-    said = [f"{one.where} {one.problem}" for one in check_store(Files(root)).findings]
+    reported = [f"{one.where} {one.problem}" for one in check_store(Files(root)).findings]
     assert any(
-        "nodes/eval" in one and "cannot be listed (Permission denied)" in one for one in said
+        "nodes/eval" in one and "cannot be listed (Permission denied)" in one for one in reported
     )
-    assert any("notes.txt" in one for one in said)
+    assert any("notes.txt" in one for one in reported)
 
 
 def test_an_unreachable_store_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -236,11 +237,11 @@ def test_the_command_takes_all_runs_or_one(
     (root / "nodes/\udcff").write_bytes(b"")
     for words in ((), ("--run", "run"), ("--run", "sampled")):
         assert tool(*words) == 1
-        said = capsys.readouterr().out
+        reported = capsys.readouterr().out
         assert (
-            "branches/sampled/config.json" in said
-            and "run/a\\nb" in said
-            and "nodes/\\udcff" in said
+            "branches/sampled/config.json" in reported
+            and "run/a\\nb" in reported
+            and "nodes/\\udcff" in reported
         )
 
 
@@ -276,7 +277,7 @@ def test_faults_on_s3_are_named(s3_root: str, monkeypatch: pytest.MonkeyPatch):
     files.create("notes.txt", b"garbage")
     files._backend.create("nodes/a\nb.json", b"x")
     _list_too(files, monkeypatch, "nodes//x.json", "nodes/train/")
-    said = [f"{one.where} {one.problem}" for one in check_store(files).findings]
+    reported = [f"{one.where} {one.problem}" for one in check_store(files).findings]
     for name in (
         shard,
         node.rpartition("/")[2][:64],
@@ -286,7 +287,7 @@ def test_faults_on_s3_are_named(s3_root: str, monkeypatch: pytest.MonkeyPatch):
         "nodes/train/",
         "a\\nb",
     ):
-        assert any(name in one for one in said), (name, said)
+        assert any(name in one for one in reported), (name, reported)
 
 
 def _list_too(files: Files, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:

@@ -20,7 +20,7 @@ from rlpipe.store.audit.verification import check_store
 from rlpipe.store.objects.files import Files
 from rlpipe.store.signatures import PublicKey, SigningKey, signature_path
 from rlpipe.types import Stage
-from tests.store.audit.chained import head, said
+from tests.store.audit.chained import head, texts
 from tests.store.audit.forging import Forger
 
 
@@ -85,4 +85,4 @@ def test_a_signature_under_another_name_is_named(root: Path, keys: tuple[Path, P
     SigningKey(keys[0]).sign(files, "run", 2, head(files, 2))
     files.create(signature_path("run", 1), files.read(signature_path("run", 2)))
     report = check_store(files, "run", signed_by=PublicKey(keys[1]))
-    assert ["the signature belongs to another commit" in one for one in said(report)] == [True]
+    assert ["the signature belongs to another commit" in one for one in texts(report)] == [True]

@@ -133,8 +133,10 @@ def test_a_copy_of_a_node_s_file_is_named(local_files: Files, commits: list[Node
         copy(local_files, str(path), f"{path.parent}/{name}{path.suffix}")
         for name in ("copy", f"again-{path.stem[-16:]}")
     }
-    said = found(local_files)
-    assert {where for _, where, _ in said} == urls and {rule for rule, _, _ in said} == {"files"}
+    reported = found(local_files)
+    assert {where for _, where, _ in reported} == urls and {rule for rule, _, _ in reported} == {
+        "files"
+    }
 
 
 def test_files_of_a_killed_attempt_are_no_finding(local_files: Files, commits: list[Node]):

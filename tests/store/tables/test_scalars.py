@@ -339,11 +339,11 @@ def test_drift_and_jumps_are_found(local_files: Files, monkeypatch: pytest.Monke
                 "value": [1.0 + 0.1 * (k % 2) for k in range(11)] + [9.0],
             }
             return pa.table({"branch": ["run"] * 12, "name": ["train/grad_norm"] * 12, **values})
-        apart = pa.array(
+        differences = pa.array(
             [0.5 if k == 3 else 1e-4 for k in rows["iteration"].to_pylist()], pa.float32()
         )
         return rows.set_column(
-            rows.schema.get_field_index("logprob_difference"), "logprob_difference", apart
+            rows.schema.get_field_index("logprob_difference"), "logprob_difference", differences
         )
 
     monkeypatch.setattr(scalars, "read", drifting)
