@@ -239,7 +239,7 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
         "trainer ranks": config.resources.trainer_ranks,
         "critic's own ranks": config.resources.critic_ranks,
     }
-    return {**config.decisive(), **schedule, **ranks}
+    return {**config.non_tuning_values(), **schedule, **ranks}
 
 
 def _differences(stored: Any, current: Any, key: str = "") -> list[str]:

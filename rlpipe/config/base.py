@@ -108,17 +108,17 @@ class Config(BaseModel):
                 )
         return value
 
-    def decisive(self) -> dict[str, Any]:
+    def non_tuning_values(self) -> dict[str, Any]:
         """Return all keys that can change results, with JSON-able values of nested models too."""
         fields = type(self).model_fields.items()
         return {
-            name: _plain(getattr(self, name), Config.decisive)
+            name: _plain(getattr(self, name), Config.non_tuning_values)
             for name, field in fields
             if not is_tuning(field)
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return `decisive` without the keys that have the default of their introduction.
+        """Return `non_tuning_values` without the keys that have the default of their introduction.
 
         A section is left out if all its keys are.
         """

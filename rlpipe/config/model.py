@@ -33,8 +33,11 @@ class MadeModel(Config):
 
 
 class BranchModel(Config):
-    """The weights at the end of another branch of the same store (a warm start). Optimizer state
-    starts fresh."""
+    """A commit of another branch of the same store.
+
+    `model.start_from` takes only its weights (a warm start); optimizer state starts fresh.
+    `fork_from` takes its optimizer state and data cursor too.
+    """
 
     branch: Name
     """Name of the branch, which is the name of its run."""

@@ -112,7 +112,7 @@ def test_the_identity_has_required_keys_and_keys_off_their_introduced_default(us
     }
     assert Whole(name="a", maybe=Section()).identity() == {"name": "a", "maybe": {}}
     assert Whole(name="a", section=Section(timeout_s=9.0)).identity() == {"name": "a"}
-    assert Whole(name="a").decisive()["section"] == {"on": False, "rate": 1.0}
+    assert Whole(name="a").non_tuning_values()["section"] == {"on": False, "rate": 1.0}
 
 
 @pytest.mark.parametrize("free", [{"x": True}, {"x": 1.0}, {"x": "1"}, {"x": None}, {}])
