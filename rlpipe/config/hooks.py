@@ -88,7 +88,7 @@ def check_call(
         ) from error
 
 
-def takes(hook: Callable[..., Any], name: str) -> bool:
+def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
     """True if the hook has a parameter of this name, or accepts any keyword."""
     try:
         parameters = inspect.signature(hook).parameters

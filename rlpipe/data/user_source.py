@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlpipe.config.guard import error_text, guarded
-from rlpipe.config.hooks import check_call, load_hook, takes
+from rlpipe.config.hooks import accepts_keyword, check_call, load_hook
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.types import Sample
@@ -80,6 +80,7 @@ class CustomSource:
 
     def _seek(self, drawn: int, iteration: int) -> None:
         """Move the source to the position after `drawn` groups."""
+        # A source cannot go back, so a retry of an earlier plan starts with a new instance.
         if self._position > drawn:
             self._source = self._call("", self._class, self._args)
             self._position = 0
@@ -173,7 +174,7 @@ class BufferFilter:
         self._path = path
         self._filter = load_hook(path)
         self._args = args
-        self._takes_rollout_id = takes(self._filter, "rollout_id")
+        self._takes_rollout_id = accepts_keyword(self._filter, "rollout_id")
         check_call(
             self._filter,
             *self._arguments(0, [], 0),

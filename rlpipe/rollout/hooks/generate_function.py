@@ -35,7 +35,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rlpipe.config.hooks import GENERATE_NAMES, check_call, load_hook, takes
+from rlpipe.config.hooks import GENERATE_NAMES, accepts_keyword, check_call, load_hook
 from rlpipe.errors import ConfigError, HookError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, GroupFailed, planned_sample
 from rlpipe.rollout.hooks.journal import Journal
@@ -73,7 +73,7 @@ def load_generate(path: str, key: str = "rollout.custom_generate_function_path")
         raise ConfigError("a class, not a function", where=key, found=path, expected=_EXPECTED)
     of_group = "samples" in inspect.signature(function).parameters
     arguments = (None, None) if of_group else (None, None, {})
-    evaluation = {"evaluation": False} if takes(function, "evaluation") else {}
+    evaluation = {"evaluation": False} if accepts_keyword(function, "evaluation") else {}
     check_call(function, *arguments, path=path, key=key, expected=_EXPECTED, **evaluation)
     return GenerateHook(path, function, of_group, bool(evaluation))
 
@@ -383,4 +383,4 @@ def _accepted_keywords(
     hook: Callable[..., Any], rollout_id: int, evaluation: bool
 ) -> dict[str, Any]:
     values = {"rollout_id": rollout_id, "evaluation": evaluation}
-    return {name: value for name, value in values.items() if takes(hook, name)}
+    return {name: value for name, value in values.items() if accepts_keyword(hook, name)}
