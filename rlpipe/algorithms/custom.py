@@ -77,6 +77,7 @@ def load(key: str, path: str) -> Function:
 
     Raises: ConfigError if it does not exist or cannot be called with the arguments of its key.
     """
+    # slime's modules must be importable before the user's file is.
     provide(MODULES)
     function = load_hook(path)
     positional, keywords = SIGNATURES[key]
@@ -154,6 +155,7 @@ def custom_correction(
         )
         return _flatten(pg_loss, lengths, where, "pg_loss"), kept, metrics
 
+    # A proportional function returns factor × scale, so two calls determine and check the factor.
     factor, kept, metrics = corrected(1.0)
     scaled = corrected(-2.0)[0]
     if not np.allclose(scaled, -2.0 * factor, rtol=1e-4, atol=1e-6):

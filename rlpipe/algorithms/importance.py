@@ -65,6 +65,7 @@ def correct(
     difference = np.asarray(proximal_log_probs, np.float64) - np.asarray(
         rollout_log_probs, np.float64
     )
+    # Tokens that do not count, such as tool output, can have any rollout log-probs.
     log_ratio = np.where(counted, difference, 0.0)
     metrics: dict[str, np.ndarray] = {}
     factor = np.ones(len(log_ratio))

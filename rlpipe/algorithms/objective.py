@@ -169,6 +169,7 @@ def _weighted_sum(
 ) -> Objective:
     """Return the weighted sums of the loss and of every metric."""
     total = (tokens.weight * per_token).sum()
+    # One matrix product for all metrics instead of one reduction each.
     values = torch.stack([column.detach() for column in metrics.values()]) @ tokens.weight
     sums = dict(zip(metrics, values.unbind(), strict=True))
     return Objective(total, {"loss": total.detach(), **sums})

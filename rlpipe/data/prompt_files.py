@@ -132,6 +132,7 @@ class _JsonLinesReader:
         begin = len(codecs.BOM_UTF8) if has_bom else 0
         lines = self._content[begin:].split(b"\n")
         starts = list(accumulate((len(line) + 1 for line in lines), initial=begin))
+        # The checksum detects a file that changes between indexing and a later read.
         self._lines = [
             (number, starts[number - 1], len(line), zlib.crc32(line))
             for number, line in enumerate(lines, start=1)
@@ -206,6 +207,7 @@ class _ParquetReader:
         group = bisect_right(self._starts, index) - 1
         if group != self._group:
             content = self._content or read_bytes(self._path)
+            # Only the size is compared: a row group has no checksum of its own.
             if len(content) != self._size_bytes:
                 raise _changed_error(self._path)
             with _open_parquet(self._path, content) as file:
@@ -214,6 +216,7 @@ class _ParquetReader:
         return f"{self._path}:row {index}", self._rows[index - self._starts[group]]
 
     def release(self) -> None:
+        # The rows of a group can be as large as the file.
         self._content = b""
         self._group = -1
         self._rows = []

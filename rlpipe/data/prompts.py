@@ -115,6 +115,7 @@ def with_metadata(rows: Sequence[PromptRow], entries: Mapping[str, Any]) -> Sequ
 def _map_paths(read: Callable[[str], Part], paths: Sequence[str], workers: int) -> list[Part]:
     if not workers or len(paths) == 1:
         return [read(path) for path in paths]
+    # spawn: a forked child of a process with threads can deadlock.
     with ProcessPoolExecutor(min(workers, len(paths)), mp_context=get_context("spawn")) as pool:
         return list(pool.map(read, paths))
 

@@ -72,6 +72,7 @@ class DataSource:
         self._branch = branch
         self._async_buffer_size = async_buffer_size
         self._model_context_len = model_context_len
+        # A plan can span two epochs.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
@@ -231,6 +232,7 @@ class DataSource:
     def _shuffled(self, epoch: int) -> Sequence[int]:
         order = list(range(len(self._rows)))
         if self._data.rollout_shuffle:
+            # A string seed is hashed by sha512: the order is equal in every process.
             random.Random(f"{self._data.rollout_seed}/{epoch}").shuffle(order)
         # Dropped rows leave gaps: the order of the other rows does not depend on the limit.
         if len(self) == len(order):
@@ -283,6 +285,7 @@ def evaluation_plan(
 
     Raises: DataError naming a bad row; ConfigError if every row is dropped.
     """
+    # `type: dataset` would give the groups their labels as responses.
     sampled = rollout.model_copy(update={"type": "sample"})
     encoded = [
         encode_prompt(tokenizer, row, data, sampled, model_context_len=model_context_len)

@@ -81,6 +81,7 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
     try:
         from transformers import AutoTokenizer  # takes seconds to import
 
+        # local_files_only: a missing file must not become a request to the Hugging Face hub.
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -292,6 +293,7 @@ def _answer_spans(
             add_generation_prompt=False,
             tools=tools,
         )
+        # Some templates remove the reasoning of earlier answers, so positions would be wrong.
         if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
                 "the chat template rewrites earlier messages, so the answer has no fixed position",
@@ -354,6 +356,7 @@ def _prompt_limit(
             answer,
         ),
     }
+    # The smallest limit applies, and its key is named in errors.
     limits = [(bound - room, key) for key, (bound, room) in bounds.items() if bound is not None]
     return min(limits, default=(MOST_TOKENS, ""))
 

@@ -54,6 +54,7 @@ def line_chart(
     parts = [_axes(ticks, to_pixels, all_points, width, height, percent)]
     for index, (name, points) in enumerate(drawn.items()):
         line = [to_pixels(*point) for point in points]
+        # With 8 points or fewer the average would hide the curve.
         if smooth and len(points) > 8:
             parts.append(f'<path class="line faint s{index}" d="{_path(line)}"/>')
             line = [to_pixels(*point) for point in moving_average(points)]
@@ -74,6 +75,7 @@ def shares(parts: Mapping[str, float], *, width: int = 720, height: int = 26) ->
     for index, (name, amount) in enumerate(parts.items()):
         length = amount / total * width
         bars.append(
+            # 2 pixels of space between bars; a tiny share stays visible.
             f'<rect class="f{index % 8}" x="{x:.1f}" y="0" width="{max(length - 2, 0.5):.1f}" '
             f'height="{height}"><title>{escape(name)}: {amount / total:.0%}</title></rect>'
         )
@@ -169,7 +171,9 @@ def _ticks(points: Series, floor: float | None, percent: bool) -> list[float]:
     step *= next(factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= 5)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
+    # Rounded to 12 digits: 3 * 0.1 would be labelled 0.30000000000000004.
     ticks = [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
+    # Shares have no tick above 100 %.
     return [tick for tick in ticks if tick <= 1] if percent and high <= 1 else ticks
 
 

@@ -113,6 +113,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
     if not both.any():
         return {}
     measures = {"reward_changed": float((before[both] != after[both]).mean())}
+    # The correlation of a constant column is undefined.
     if before[both].std() > 0 and after[both].std() > 0:
         measures["correlation"] = float(np.corrcoef(before[both], after[both])[0, 1])
     groups = _group_positions(comparison.group, both)

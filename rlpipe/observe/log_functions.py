@@ -72,7 +72,8 @@ class LogFunctions:
     def _call(self, key: str, *arguments: Any) -> bool:
         try:
             return bool(self._functions[key](*arguments))
-        except (Exception, SystemExit) as error:  # a hook can raise anything
+        # SystemExit too: sys.exit() in a log function must not end the run.
+        except (Exception, SystemExit) as error:
             raise HookError(
                 "the log function failed",
                 where=f"observe.{key}: {self._paths[key]}",
@@ -91,6 +92,7 @@ def _slime_data(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 def _load(key: str, path: str) -> Callable[..., Any]:
     function = load_hook(path)
     expected = f"({', '.join(SIGNATURES[key])}) -> bool"
+    # The call runs on a thread without an event loop; a coroutine would never be awaited.
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             "a log function cannot be async",

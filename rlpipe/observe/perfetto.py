@@ -87,6 +87,7 @@ def timeline(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[d
 def write_timeline(path: Path, works: Sequence[Work], responses: Sequence[Response]) -> int:
     """Write the timeline as gzipped JSON and return the number of events."""
     events = list(timeline(works, responses))
+    # Renamed when complete, so that nobody opens a part of the file.
     unfinished = path.with_name(f".{path.name}")
     with gzip.open(unfinished, "wt") as out:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, out)
@@ -133,6 +134,7 @@ def _in_flight(engine: str, responses: Iterable[Response]) -> Iterator[dict[str,
 def _span(
     name: str, pid: int, tid: int, begin_s: float, end_s: float, **arguments: Any
 ) -> dict[str, Any]:
+    # A clock that was set back can end work before its start.
     duration = max(0, round((end_s - begin_s) * 1e6))
     return {
         "ph": "X",

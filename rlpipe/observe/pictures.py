@@ -76,6 +76,7 @@ def write_comparison_picture(
 def _new_figure(path: Path, *, width: float, height: float) -> Figure:
     """Return an empty figure of this size in inches; create the folder of its file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Figure without pyplot: pyplot keeps every figure of the process until it is closed.
     figure = Figure(figsize=(width, height), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     return figure

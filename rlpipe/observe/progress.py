@@ -67,6 +67,7 @@ class Progress:
         self._iteration = _Iteration(self._started)
         self._finished = 0
         self._stage: _Stage | None = None
+        # Transient: the live lines vanish at the end, and the lines of iterations stay.
         self._live = Live(
             get_renderable=self._live_lines,
             console=self._console,
@@ -77,6 +78,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = self._iteration.started = self._clock()
+        # Without a terminal (a log file), redrawn lines would fill the log.
         if self._console.is_terminal:
             self._live.start()
         return self

@@ -140,6 +140,7 @@ def _training(history: RunHistory) -> str:
         chart = line_chart({"reward": rewards}, width=320, height=190, smooth=True)
         cards.append(_curve("Reward", "mean of the sampled responses", chart))
     for metric, title, unit in CURVES:
+        # The loss has both signs; the axes of the other curves include 0.
         floor = None if metric == "train/loss" else 0.0
         chart = line_chart(
             {title: history.series(metric)}, width=320, height=190, floor=floor, smooth=True
@@ -184,6 +185,7 @@ def _seconds(value: float | None) -> str:
 
 def _agreement(history: RunHistory) -> str:
     series = history.logprob_difference()
+    # Logarithmic: healthy values differ by orders of magnitude between float32 and bf16.
     chart = line_chart({"difference": series}, width=970, height=220, logarithmic=True, smooth=True)
     if not chart:
         return ""

@@ -63,8 +63,8 @@ class Sinks:
             if config.tensorboard:
                 self._add(opened, TensorBoardSink(directory / "tensorboard", first_step))
             if config.prometheus_port is not None:
-                host, port = config.prometheus_host, config.prometheus_port
-                self._add(opened, PrometheusSink(run, host, port))
+                prometheus = PrometheusSink(run, config.prometheus_host, config.prometheus_port)
+                self._add(opened, prometheus)
             if config.use_wandb:
                 self._add(opened, WandbSink(config, run, directory, settings))
             opened.pop_all()

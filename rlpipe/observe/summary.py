@@ -92,6 +92,7 @@ def _mean_and_max(series: list[tuple[int, float]]) -> dict[str, float | None]:
 
 
 def _finite(value: Any) -> Any:
+    """Return the value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

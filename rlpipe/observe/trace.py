@@ -53,6 +53,7 @@ def traced(folder: Path, stage: str, iteration: int | None) -> Iterator[None]:
         line = json.dumps(fields) + "\n"
         # A full disk must not fail the stage here; the stage reports it by its own error.
         with suppress(OSError):
+            # One write with O_APPEND: lines of several processes never mix.
             descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(descriptor, line.encode())
@@ -115,5 +116,6 @@ def works(events: Iterable[Event]) -> list[Work]:
         if event.event == "begin":
             started[key] = event.time
         elif (begin := started.pop(key, None)) is not None:
+            # An end without a begin is omitted: reading can start in the middle of the file.
             finished.append(Work(event.stage, event.iteration, begin, event.time, event.error))
     return sorted(finished, key=lambda work: work.begin)

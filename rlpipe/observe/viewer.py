@@ -91,6 +91,7 @@ def _colour_chooser(scales: tuple[float, float]) -> str:
 def _legend(scale: str) -> str:
     swatches = "".join(f'<i class="an{level} dn{level}"></i>' for level in range(LEVELS, 0, -2))
     swatches += "".join(f'<i class="ap{level} dp{level}"></i>' for level in range(1, LEVELS + 1, 2))
+    # A column of zeros has no colours to explain.
     return f"<b>−{scale}</b>{swatches}<b>+{scale}</b>" if scale != "0" else "<b>0 everywhere</b>"
 
 

@@ -34,6 +34,7 @@ def post_process(
     per sample.
     """
     positions = [position for position, row in enumerate(rows) if row.reward is not None]
+    # Copies: the function can change its samples without changing stored rows.
     scored = [
         replace(samples[at], reward=rows[at].reward, reward_parts=dict(rows[at].parts))
         for at in positions

@@ -152,4 +152,5 @@ def unpack(value: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _cached_task(task: str, arguments: str) -> ProceduralDataset:
+    # Seed and size determine the questions only, not the scoring.
     return make_task(task, json.loads(arguments), seed=0, size=1)

@@ -103,6 +103,7 @@ async def post(url: str, content: Any, *, tries: int, headers: dict[str, str] | 
 async def _post_once(url: str, content: Any, headers: dict[str, str] | None) -> httpx.Response:
     """Send one request. Raises: httpx.RequestError, also for an answer above 16 MiB."""
     body = bytearray()
+    # No timeout here: reward.sample_timeout_s cancels the whole call.
     async with (
         httpx.AsyncClient(verify=certificates(), timeout=None) as client,
         client.stream("POST", url, json=content, headers=headers) as answer,
@@ -144,6 +145,7 @@ def _judge_score(answer: Any, pattern: re.Pattern[str]) -> float:
             where="judge",
             found=repr(answer)[:_QUOTED_CHARACTERS],
         ) from error
+    # The last match: judges often quote scores before they decide.
     scores = [match.group(1) for match in pattern.finditer(text)]
     try:
         return float(scores[-1])

@@ -141,6 +141,7 @@ async def open_workers(
     """
     function = config.function
     assert not isinstance(function, NoReward)
+    # A hanging comparison can only be stopped by killing its process.
     num_processes = max(1, config.workers) if _can_hang(function) else config.workers
     workers: list[Worker]
     if num_processes:
@@ -182,6 +183,7 @@ class _ScoringRun:
         try:
             await asyncio.gather(*tasks)
         finally:
+            # Workers must be idle before the caller stops or reuses them.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

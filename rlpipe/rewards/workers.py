@@ -175,6 +175,7 @@ class ProcessWorker:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._calls = 0
+        # start_new_session: the process leads a group, so that its children are killed with it.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
