@@ -30,7 +30,7 @@ from rlpipe.actors.sharing import PHASE_OF, GpuSharing
 from rlpipe.actors.specs import ClusterSpec, GeneratorSpec
 from rlpipe.actors.trainer.group import TrainerGroup
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.actors.weight_sender import ClusterState, RequestHold, WeightSender
+from rlpipe.actors.weight_sender import ClusterState, WeightSender
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced, RlpipeError
@@ -250,18 +250,14 @@ class Conductor:
             trace.mkdir(parents=True, exist_ok=True)
             sharing = GpuSharing(
                 config.resources,
-                hold=lambda: self._requests(config).hold(),
-                release=lambda: self._requests(config).release(),
+                hold=lambda: state.requests.hold(),
+                release=lambda: state.requests.release(),
                 trace=trace,
             )
             sharing.now = state.sharing.now  # the memory is still as in that phase
             state.sharing = sharing
             if state.fleet is not None:
                 state.fleet.use_sharing(sharing)
-
-    def _requests(self, config: RunConfig) -> RequestHold:
-        assert self._state.generator is not None
-        return RequestHold(self._state.generator, config)
 
     async def _open_on_shared_gpus(self, driver: Driver, spec: ClusterSpec) -> None:
         """Start engines without the trainer's memory, and set up the trainer without theirs."""

@@ -90,10 +90,10 @@ async def test_open_cluster_starts_another_conductor_if_the_first_ends_at_this_m
 ):
     ended = start(named.CONDUCTOR)
     kill_actors([ended])
-    found = iter([ended, start(named.CONDUCTOR)])
-    monkeypatch.setattr(client.named, "conductor", lambda *_: next(found))
+    conductors = iter([ended, start(named.CONDUCTOR)])
+    monkeypatch.setattr(client.named, "conductor", lambda *_: next(conductors))
     start("generator")
     await open_cluster(
         config, epoch=1, home=tmp_path, model_dir="/m", store_root=str(tmp_path / "store")
     )
-    assert next(found, None) is None
+    assert next(conductors, None) is None

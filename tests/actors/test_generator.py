@@ -341,9 +341,9 @@ async def test_a_generator_draws_each_kept_prompt_once_per_epoch_and_reports_the
     kept = {prompt for number, prompt in enumerate(prompts) if number not in long}
     assert set(drawn[:43]) == set(drawn[43:86]) == kept and drawn[:43] != drawn[43:86]
     assert (state.epoch, state.offset, state.draws) == (2, 4, 90)
-    found = await generator.overlong(DRIVER)
-    assert list(found) == ["data.prompts", "evaluation.datasets: held"]
-    for rows in found.values():
+    overlong = await generator.overlong(DRIVER)
+    assert list(overlong) == ["data.prompts", "evaluation.datasets: held"]
+    for rows in overlong.values():
         assert [row["where"] for row in rows] == [f"{path}:{number + 1}" for number in sorted(long)]
         assert (
             rows[0]["tokens"] == 35

@@ -163,9 +163,9 @@ def _warm_start_spans(files: Files, root: Span) -> list[Span]:
     if start_from is None:
         return []
     weights = nodes.get(Stage.CHECKPOINT, start_from).parents["weights"]
-    made = state_node(nodes, weights)
+    weights_node = state_node(nodes, weights)
     # commits name the recorded state, and not the segment that replaced it
-    recorded = made.parents["weights"] if made.stage is Stage.SEGMENT else weights
+    recorded = weights_node.parents["weights"] if weights_node.stage is Stage.SEGMENT else weights
     commits = list(branches.walk(source.branch)) if source else []
     while commits and commits[0].nodes[Stage.TRAIN] != recorded:
         commits.pop(0)

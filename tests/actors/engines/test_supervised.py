@@ -62,10 +62,14 @@ NODES = 2
 
 def fake(number: int, node: int) -> Any:
     make: Any = ray.remote
-    named = {"name": f"kept-{number}-{node}", "lifetime": "detached", "get_if_exists": True}
+    identity = {
+        "name": f"supervised-{number}-{node}",
+        "lifetime": "detached",
+        "get_if_exists": True,
+    }
     return (
         make(concurrency_groups={FILES: 1})(FakeEngine)
-        .options(num_cpus=0, **named)
+        .options(num_cpus=0, **identity)
         .remote(number, node)
     )
 

@@ -64,9 +64,9 @@ from rlpipe.config.model import ResourcesConfig
 connect(ResourcesConfig(), Path(sys.argv[1]), namespace="listens")
 ray.get(ray.remote(lambda: None).remote())
 for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-    for one in process.net_connections():
-        if one.status == psutil.CONN_LISTEN:
-            print(one.laddr.ip)
+    for connection in process.net_connections():
+        if connection.status == psutil.CONN_LISTEN:
+            print(connection.laddr.ip)
 """
 
 

@@ -129,11 +129,14 @@ def test_a_rank_and_an_engine_that_share_a_gpu_use_the_same_bundle(placed: Place
     make: Any = ray.remote
     remote = make(Process)
     options = [placed.trainer(0), placed.engine(0)]
-    actors = [remote.options(**one).remote() for one in options]
+    actors = [remote.options(**actor_options).remote() for actor_options in options]
     bundles = ray.get([actor.bundle.remote() for actor in actors], timeout=60)
     assert bundles[0] == bundles[1] is not None
     assert "rlpipe-shares-shared" in placed_groups()
-    assert [one["scheduling_strategy"].placement_group_bundle_index for one in options] == [0, 0]
+    assert [
+        actor_options["scheduling_strategy"].placement_group_bundle_index
+        for actor_options in options
+    ] == [0, 0]
     for actor in actors:
         ray.kill(actor)
     assert placed.engine_devices() is None, "without GPUs an engine sees the devices of its actor"

@@ -40,8 +40,8 @@ def test_a_trace_has_the_operations_and_memory_of_the_block(tmp_path: Path):
 def test_overall_records_both_parts_of_every_selected_iteration(tmp_path: Path):
     for iteration in range(6):
         for part in ("train_log_probs", "train_actor"):
-            found = record(tmp_path, part, iteration, profile_target=["train_overall"])
-    assert found == [
+            files = record(tmp_path, part, iteration, profile_target=["train_overall"])
+    assert files == [
         f"{part}-{iteration:07d}-rank0.json.gz"
         for part in ("train_actor", "train_log_probs")
         for iteration in (2, 3)

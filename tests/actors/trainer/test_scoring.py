@@ -100,10 +100,10 @@ def test_teacher_log_probs_of_the_samples_are_kept_without_a_request(tmp_path):
     of_samples = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
     columns = batch.with_columns(teacher_log_probs=of_samples)
     spec_of_samples = spec(tmp_path, opd_type="samples")
-    found = scoring.score_batch(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
-    assert found.teacher_log_probs is not None
-    assert found.teacher_log_probs.tolist() == of_samples.tolist()
-    assert with_teacher_server_scores(found, spec_of_samples) is found
+    scored = scoring.score_batch(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
+    assert scored.teacher_log_probs is not None
+    assert scored.teacher_log_probs.tolist() == of_samples.tolist()
+    assert with_teacher_server_scores(scored, spec_of_samples) is scored
 
 
 def test_a_teacher_on_the_trainer_needs_no_server(tmp_path):
