@@ -7,12 +7,13 @@ A row's `metadata.rm_type` wins over `--rm-type`, as in slime. A custom function
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+from rlpipe.config.data import RuleReward
 from rlpipe.config.problems import nearest
 from rlpipe.errors import ConfigError
 
-RULES = ("math", "dapo", "deepscaler", "f1", "gpqa", "random", "reasoning_gym")
+RULES = ("math", *get_args(RuleReward.model_fields["type"].annotation), "reasoning_gym")
 """Values of a row's `rm_type`, with or without the prefix `boxed_`."""
 ALTERNATIVES = {
     "ifbench": "its checks are a separate package; use them with --custom-rm-path",

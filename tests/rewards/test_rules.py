@@ -15,7 +15,7 @@ from rlpipe.config.data import MathReward, RowReward, RuleReward
 from rlpipe.errors import DataError
 from rlpipe.rewards.answers import boxed, plain, same
 from rlpipe.rewards.rules import RULES, by_row, dapo, deepscaler, f1, gpqa, make_rule, named_rule
-from rlpipe.slime import reward as slime_reward
+from rlpipe.slime import reward_flags
 from rlpipe.types import Sample
 
 
@@ -259,7 +259,7 @@ def test_a_boxed_rule_reads_only_the_box():
 
 def test_the_configuration_and_slimes_flags_know_every_rule():
     assert set(get_args(RuleReward.model_fields["type"].annotation)) == set(RULES)
-    assert set(slime_reward.RULES) == {*RULES, "math", "reasoning_gym"}
+    assert set(reward_flags.RULES) == {*RULES, "math", "reasoning_gym"}
 
 
 def test_each_row_can_name_its_rule():
