@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 from prefect.client.schemas.objects import State
-from rlpipe.rewards.reward_rows import reward_outputs, score
 
 from rlpipe.batch.files import read_samples, write_rewards
 from rlpipe.config.data import NoReward
 from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.rewards.post_process import post_process
+from rlpipe.rewards.reward_rows import reward_outputs, score
 from rlpipe.slime.args import slime_args
 from rlpipe.types import NodeRef, Stage
 from tasks.context import context

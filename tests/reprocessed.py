@@ -23,7 +23,7 @@ from rlpipe.lineage.stage_inputs import (
     rollout_inputs,
     train_inputs,
 )
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.nodes import Nodes

@@ -32,7 +32,7 @@ from rlpipe.algorithms.values import Estimates
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.columns import hook_names
 from rlpipe.store.routed_experts import num_rows, one_per_token
 from rlpipe.types import Sample, Status

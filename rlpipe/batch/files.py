@@ -25,7 +25,7 @@ from rlpipe.batch.build import Batch
 from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.arrays import from_experts, from_ragged, ragged
 from rlpipe.store.parquet.rows import (

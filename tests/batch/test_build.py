@@ -15,7 +15,7 @@ from rlpipe.batch.build import fix_batch as fix_batch_of
 from rlpipe.batch.metrics import batch_metrics, staleness_metrics
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.routed_experts import NOT_ROUTED
 from rlpipe.types import Sample, Status
 

@@ -29,7 +29,7 @@ from rlpipe.batch.files import (
 )
 from rlpipe.batch.packing import plan
 from rlpipe.errors import DataError, ObjectCorrupt, ObjectMissing
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.nodes import input_digest
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import samples_to_table

@@ -13,7 +13,7 @@ import pytest
 from rlpipe.batch.files import write_rewards
 from rlpipe.lineage.rollouts import find, sample_rows
 from rlpipe.lineage.stage_inputs import Inputs
-from rlpipe.rewards.base import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
@@ -107,8 +107,8 @@ def test_chosen_iterations_are_exported_whole(tool: Tool, home: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--run", "nobody"), "no rollout of this run is stored"),
-        (("--run", "run", "--iterations", "7"), "some of 0:3"),
+        (("--run", "nobody"), "the run has no stored rollout"),
+        (("--run", "run", "--iterations", "7"), "within 0:3"),
         (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),
         (("--run", "run", "--out", "rows.csv"), ".jsonl or .parquet"),
     ],
