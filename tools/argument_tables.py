@@ -1,14 +1,12 @@
-"""Write the tables of names that pass through to the Megatron-core, SGLang and router that are
-installed (rlpipe/config/arguments/{table}-{version}.json).
+"""Write the tables of arguments of the installed Megatron-core, SGLang and router.
 
-    python -m tools.argument_tables            write them
-    python -m tools.argument_tables --check    compare them, exit 1 if they differ
+    python -m tools.argument_tables            # rlpipe/config/arguments/{table}-{version}.json
+    python -m tools.argument_tables --check    # exit code 1 if the files are out of date
 
-Run it after changing the pin of one of those packages, and delete the tables of versions that are
-no longer supported. A name is an argument as the package itself spells it: a dataclass field for
-Megatron, a command line option with underscores for SGLang and its router. Options that are other
-spellings of one field carry that field. The packages are named as data here, not imported: this
-tool only looks at classes.
+Run it after changing a pin of these packages, and delete tables of unsupported versions. A name is
+the package's own spelling: a dataclass field of Megatron, a command line option with underscores of
+SGLang and the router. Options that set the same field name that field. The packages are imported by
+name at run time.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _CONTAINERS = {list: "list", tuple: "list", set: "list", dict: "dict"}
 
 
 def table(name: str) -> str:
-    """The JSON text of one table."""
+    """Return the JSON text of one table."""
     package, receivers = RECEIVERS[name]
     content = {"package": package, "version": version(package), "receivers": {}}
     for receiver in receivers:
@@ -65,11 +63,11 @@ def _arguments(kind: type) -> dict[str, dict[str, Any]]:
 
 
 def _options(kind: Any) -> dict[str, dict[str, Any]]:
-    """Of a class with `add_cli_args`: every long option, aliases too, and the field it sets."""
+    """Return every long option of a class with `add_cli_args`, with aliases, and its field."""
     parser = argparse.ArgumentParser(add_help=False)
     kind.add_cli_args(parser)
     hints = typing.get_type_hints(kind)
-    found = {}
+    options = {}
     for action in parser._actions:
         kinds = spell(hints[action.dest]) if action.dest in hints else _argument_type(action)
         if action.type not in (None, int, float, str, bool) and "str" not in kinds.split(" | "):
@@ -78,17 +76,17 @@ def _options(kind: Any) -> dict[str, dict[str, Any]]:
             name = option.removeprefix("--").replace("-", "_")
             negation = isinstance(action, argparse.BooleanOptionalAction) and name.startswith("no_")
             if option.startswith("--") and not negation:
-                found[name] = {"type": kinds, "default": _plain(action.default), **_shape(action)}
+                options[name] = {"type": kinds, "default": _plain(action.default), **_shape(action)}
                 if name != action.dest:
-                    found[name]["field"] = action.dest
-    return found
+                    options[name]["field"] = action.dest
+    return options
 
 
 def _shape(action: argparse.Action) -> dict[str, Any]:
-    """How the words of an option are read (see `rlpipe.config.arguments.names`)."""
+    """Return how the words of an option are read (see `rlpipe.config.arguments.names`)."""
     shape: dict[str, Any] = {}
     if action.choices:
-        shape["choices"] = sorted(action.choices, key=str)  # some are sets
+        shape["choices"] = sorted(action.choices, key=str)  # some choices are sets
     if action.nargs in ("*", "+"):
         shape["words"] = True
     reader = getattr(action.type, "__name__", "")
@@ -106,7 +104,7 @@ def _shape(action: argparse.Action) -> dict[str, Any]:
 
 
 def _argument_type(action: argparse.Action) -> str:
-    """Of an option that is no field of the class: what argparse makes of its text."""
+    """Return the type of an option without a field: the type that argparse gives."""
     return "list" if action.nargs in ("*", "+") else "str"
 
 

@@ -5,7 +5,7 @@
     python -m tools.audit unusual --run RUN                        # anomalies of metrics
     python -m tools.audit lineage --run RUN[@K] [--out F.parquet]  # the origin of these weights
     python -m tools.audit forward --run RUN --prompt TEXT          # uses of a prompt
-    python -m tools.audit sql     --run RUN "SELECT ..."           # see rlpipe/store/tables/query.py
+    python -m tools.audit sql     --run RUN "SELECT ..."         # see rlpipe/store/tables/query.py
     python -m tools.audit view    --run RUN[@K] --out F.html       # samples, tokens coloured
 
 `verify` without `--run` checks every run of the store. With `--run` it reads files, rows and
@@ -64,7 +64,10 @@ def main() -> int:
         run, _, number = (arguments.run or "").partition("@")
         if number and not number.isdecimal():
             raise ConfigError(
-                "not the name of a commit", where="--run", found=arguments.run, expected="RUN or RUN@K"
+                "not the name of a commit",
+                where="--run",
+                found=arguments.run,
+                expected="RUN or RUN@K",
             )
         store = arguments.store or (store_of(home(), run) if run else home() / "store")
         files = Files(store)
@@ -80,7 +83,10 @@ def check_run_exists(files: Files, run: str) -> None:
     """Refuse an unknown run, with the nearest names. Raises: ConfigError."""
     if not run:
         raise ConfigError(
-            "the run has no name", where="--run", found="an empty name", expected="the name of a run"
+            "the run has no name",
+            where="--run",
+            found="an empty name",
+            expected="the name of a run",
         )
     if not any(entry.path for entry in files.survey(f"branches/{run}")):
         known = sorted(
@@ -133,9 +139,7 @@ def parse_arguments() -> argparse.Namespace:
         help="view: directory of a tokenizer (default: the model's, if it is on this machine)",
     )
     parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument(
-        "--store", help="URL of the store (default: the store of the run's start)"
-    )
+    parser.add_argument("--store", help="URL of the store (default: the store of the run's start)")
     return parser.parse_intermixed_args()
 
 
@@ -157,7 +161,7 @@ def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace
     if report.proof is not None:
         print(report.proof)
     notes = f"; {len(report.notes)} notes" if report.notes else ""
-    findings = f"{len(report.findings)} findings" if report.findings else "no findings"
+    findings = f"{len(report.findings)} findings" if report.findings else "nothing is wrong"
     print(f"{run or files.root}: {findings}{notes}")
     return 1 if report.findings else 0
 
@@ -191,7 +195,7 @@ def unusual(files: Files, run: str, _k: int | None, _arguments: argparse.Namespa
 
 
 def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
-    """What made these weights, as JSON."""
+    """Print the origin of these weights, as JSON."""
     if arguments.out:
         table = provenance.trained_on(files, run, k)
         pq.write_table(table, arguments.out, compression="zstd")
@@ -201,9 +205,9 @@ def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace
 
 
 def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
-    """A line for each sample of the prompt, then the newest weights that have it."""
+    """Print a line for each sample of the prompt, then the branches whose weights trained on it."""
     if not arguments.prompt:
-        raise ConfigError("which prompt?", where="--prompt", expected="a piece of its text")
+        raise ConfigError("no prompt given", where="--prompt", expected="a part of its text")
     prompts = provenance.find_prompts(files, run, arguments.prompt)
     rows, damaged = provenance.forward(files, list(prompts))
     for row in rows:
@@ -213,15 +217,16 @@ def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespac
             else row["drop_reason"] or "not trained"
         )
         print(
-            f"{row['branch']}/{row['iteration']:<6} {row['group_id']}/{row['index']:<4} reward {row['reward']}  {step}"
+            f"{row['branch']}/{row['iteration']:<6} {row['group_id']}/{row['index']:<4} "
+            f"reward {row['reward']}  {step}"
         )
     first: dict[str, int] = {}
     for row in (row for row in rows if row["trained"]):
         first[row["branch"]] = min(row["iteration"], first.get(row["branch"], row["iteration"]))
-    having, unread = provenance.descendants(files, first)
-    print(f"in the weights of: {', '.join(sorted(having)) or 'none'}")
-    for branch, why in sorted({**damaged, **unread}.items()):
-        print(f"left out, it cannot be read: {branch}: {why}", file=sys.stderr)
+    branches, unread = provenance.descendants(files, first)
+    print(f"in the weights of: {', '.join(sorted(branches)) or 'none'}")
+    for branch, reason in sorted({**damaged, **unread}.items()):
+        print(f"unreadable, left out: {branch}: {reason}", file=sys.stderr)
     return 0
 
 

@@ -1,7 +1,4 @@
-"""What the conversion commands share: sizes, a progress bar, how a result or an error is said.
-
-Not here: converting (`rlpipe.engines.megatron.checkpoint.conversion`).
-"""
+"""Sizes, progress bar, report and exit codes of the conversion commands."""
 
 from __future__ import annotations
 
@@ -31,23 +28,25 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 
 def size_bytes(text: str) -> int:
-    """ "5GB" → bytes; units of 1024. Raises: ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None or (size := int(float(found[1]) * _UNITS[found[2].upper()])) <= 0:
+    """Return the bytes of a size such as "5GB"; units of 1024. Raises: ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or (size := int(float(match[1]) * _UNITS[match[2].upper()])) <= 0:
         raise ConfigError(
             "not a size", where="--max-shard-size", found=text, expected="such as 5GB or 500MB"
         )
     return size
 
 
-def without_gpus() -> None:
-    """These conversions are of files; Megatron must not look for a GPU. Before it is imported."""
+def hide_gpus() -> None:
+    """Hide GPUs from Megatron: conversions read and write files. Call it before importing
+    Megatron.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @contextmanager
 def bar() -> Iterator[Callable[[int, int, str], None]]:
-    """What a conversion reports to: a bar on a terminal, else a line a file."""
+    """Yield a progress function: a bar on a terminal, else a line a file."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, total, what: print(
@@ -68,25 +67,26 @@ def bar() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def say(report: Report) -> None:
-    """The result in a few lines."""
+def print_report(report: Report) -> None:
+    """Print the result in a few lines."""
     size = f"{report.total_bytes / 1024**2:,.0f} MiB"
     print(
-        f"{report.folder}: {report.tensors} tensors, {size} in {report.files} files, {report.dtype}, {report.seconds:.1f} s"
+        f"{report.folder}: {report.tensors} tensors, {size} in {report.files} files, "
+        f"{report.dtype}, {report.seconds:.1f} s"
     )
     if report.reused_files:
-        print(f"{report.reused_files} files were there from an interrupted start")
+        print(f"{report.reused_files} files were reused from an interrupted start")
     for note in report.notes:
         print(f"note: {note}")
 
 
-def ended(work: Callable[[], int]) -> int:
-    """The exit code of a command: that of `work`, 2 for an error of ours, 130 after Ctrl-C."""
+def exit_code(work: Callable[[], int]) -> int:
+    """Run a command; return its exit code, 2 after an error of rlpipe, 130 after Ctrl-C."""
     try:
         return work()
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command continues from here", file=sys.stderr)
         return 130

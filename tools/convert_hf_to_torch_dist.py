@@ -1,13 +1,13 @@
-"""A Hugging Face directory as a checkpoint in Megatron's torch_dist format, which any parallel
-layout loads:
+"""Convert a Hugging Face directory to a torch_dist checkpoint, which any parallel layout can
+load.
 
-    python tools/convert_hf_to_torch_dist.py --hf-checkpoint /models/GLM-Z1-9B-0414 --save
-    /models/GLM-Z1-9B-0414_torch_dist
+    python tools/convert_hf_to_torch_dist.py --hf-checkpoint /models/GLM-Z1-9B-0414
+        --save /models/GLM-Z1-9B-0414_torch_dist
 
-Writes SAVE/release and SAVE/latest_checkpointed_iteration.txt. A file's worth of weights is in
-memory at a time; no GPU is used. The same command goes on where an interrupted one stopped.
-Megatron's flags of the model (`${MODEL_ARGS[@]}`) may be given, and are compared with config.json.
-Runs themselves need no such checkpoint: `--hf-checkpoint` is read directly.
+Writes SAVE/release and SAVE/latest_checkpointed_iteration.txt. Uses no GPU and the memory of one
+file of weights. The same command continues after an interruption. Megatron's flags of the model
+(`${MODEL_ARGS[@]}`) are compared with config.json. Runs need no such checkpoint: they read
+`--hf-checkpoint` directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import check_model
-from tools.conversion import bar, ended, say, size_bytes, without_gpus
+from tools.conversion import bar, exit_code, hide_gpus, print_report, size_bytes
 from tools.train import split
 
 OPTIONS = {
@@ -29,18 +29,18 @@ OPTIONS = {
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 bad input, 130 interrupted."""
+    """Run the command. Exit codes: 0 done, 2 wrong input, 130 interrupted."""
     if int(os.environ.get("RANK", "0")):
-        return 0  # under torchrun: one process does it
-    mine, rest = split(sys.argv[1:], OPTIONS)
-    arguments = parse_arguments(mine)
-    return ended(lambda: convert(arguments, rest))
+        return 0  # Under torchrun, rank 0 does the work.
+    own, rest = split(sys.argv[1:], OPTIONS)
+    arguments = parse_arguments(own)
+    return exit_code(lambda: convert(arguments, rest))
 
 
 def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Do it. Raises: as `to_torch_dist`."""
+    """Run the conversion. Raises: as `to_torch_dist`."""
     check_model(read_flags(rest, also=OPTIONS).own, arguments.hf_checkpoint)
-    without_gpus()
+    hide_gpus()
     from rlpipe.engines.megatron.checkpoint.conversion.convert import to_torch_dist
 
     with bar() as progress:
@@ -52,12 +52,12 @@ def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
             force=arguments.force,
             progress=progress,
         )
-    say(report)
+    print_report(report)
     return 0
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """The options of this command itself."""
+    """Parse the options of this command."""
     parser = argparse.ArgumentParser(
         prog="convert_hf_to_torch_dist.py",
         description="Hugging Face directory → torch_dist checkpoint.",
@@ -69,14 +69,17 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         metavar="DIR",
         help="config.json, *.safetensors, tokenizer",
     )
-    parser.add_argument("--save", required=True, metavar="DIR", help="where the checkpoint goes")
+    parser.add_argument("--save", required=True, metavar="DIR", help="folder of the checkpoint")
     parser.add_argument(
-        "--dtype", help="of the weights: float32, bfloat16, float16 (default: as config.json says)"
+        "--dtype",
+        help="data type of the weights: float32, bfloat16, float16 (default: as config.json says)",
     )
     parser.add_argument(
-        "--max-shard-size", default="5GB", help="of a file, and of what is in memory (default: 5GB)"
+        "--max-shard-size",
+        default="5GB",
+        help="size of a file, and memory of the conversion (default: 5GB)",
     )
-    parser.add_argument("-f", "--force", action="store_true", help="replace what is there")
+    parser.add_argument("-f", "--force", action="store_true", help="replace the destination")
     return parser.parse_args(words)
 
 

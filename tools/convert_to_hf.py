@@ -1,13 +1,12 @@
-"""A checkpoint as a Hugging Face directory, by the ranks that train it: the training command, under
-torchrun.
+"""Convert a checkpoint to a Hugging Face directory with the ranks that train it, under torchrun.
 
     torchrun --nproc_per_node TP×PP tools/convert_to_hf.py --load CKPT --output-dir OUT
-    [--check-same] …training's other arguments
+        [--check-same] ...other arguments of training
 
-The ranks load the checkpoint in the layout that the arguments say, and write what a weight push
-would send to the engines, under the same names. So it reads whatever these arguments train, the
-older `torch` format in its own layout too, and needs the GPUs that the weights need. `--check-same`
-compares every tensor with `--hf-checkpoint`, bit for bit. A recipe does as well: --recipe.
+The ranks load the checkpoint in the layout of the arguments, and write the tensors that a push
+would send to the engines, under the same names. This reads the older `torch` format too, and needs
+GPUs for the weights. `--check-same` compares every tensor with `--hf-checkpoint`, bit for bit.
+`--recipe` replaces the arguments of training.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rlpipe.model_dir import model_directory
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
 from rlpipe.system.ports import free_port
-from tools.conversion import ended
+from tools.conversion import exit_code
 from tools.train import split
 
 if TYPE_CHECKING:
@@ -40,28 +39,32 @@ START_S = 600.0
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 not the same as the original (--check-same), 2 bad input, 130
-    interrupted."""
-    mine, rest = split(sys.argv[1:], OPTIONS)
-    arguments = parse_arguments(mine)
-    return ended(lambda: convert(arguments, configuration(arguments.recipe, rest)))
+    """Run the command.
+
+    Exit codes: 0 done, 1 different from the original (--check-same), 2 wrong input, 130
+    interrupted.
+    """
+    own, rest = split(sys.argv[1:], OPTIONS)
+    arguments = parse_arguments(own)
+    return exit_code(lambda: convert(arguments, configuration(arguments.recipe, rest)))
 
 
 def configuration(recipe: str | None, words: list[str]) -> RunConfig:
-    """The run that these arguments of training describe. Raises: ConfigError."""
-    given = read_flags(words, also=OPTIONS)
-    if recipe is None and not given:
+    """Return the configuration that arguments of training describe. Raises: ConfigError."""
+    flags = read_flags(words, also=OPTIONS)
+    if recipe is None and not flags:
         raise ConfigError(
-            "which model?",
+            "no model given",
             where="tools/convert_to_hf.py",
-            do="give training's arguments, or --recipe",
+            do="give the arguments of training, or --recipe",
         )
-    given.own.pop("ref_load", None)  # training would refuse it; here --load alone names the weights
-    return load_run(recipe or str(BASE), overrides_of(given), "convert")
+    # Training refuses --ref-load. Here --load names the weights, so the flag has no meaning.
+    flags.own.pop("ref_load", None)
+    return load_run(recipe or str(BASE), overrides_of(flags), "convert")
 
 
 def convert(arguments: argparse.Namespace, config: RunConfig) -> int:
-    """Do it, as one of the ranks. Raises: ConfigError, DataError, TrainerError, StoreFull."""
+    """Convert as one of the ranks. Raises: ConfigError, DataError, TrainerError, StoreFull."""
     from rlpipe.engines.megatron import platform
     from rlpipe.engines.megatron.checkpoint.conversion.hf_files import different
     from rlpipe.engines.megatron.checkpoint.conversion.parallel_loading import (
@@ -74,23 +77,13 @@ def convert(arguments: argparse.Namespace, config: RunConfig) -> int:
     rank = int(os.environ.get("RANK", "0"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = config.train.parallel
-    if world % parallel.model_ranks:
-        raise ConfigError(
-            "not the ranks that these arguments need",
-            where="torchrun --nproc_per_node",
-            found=world,
-            expected=f"TP × PP × CP = {parallel.model_ranks}",
-        )
     output = Path(arguments.output_dir)
     unfinished = Path(f"{arguments.output_dir}.unfinished")
-    if output.exists() and any(output.iterdir()) and not arguments.force:
-        raise ConfigError(
-            "there is something already",
-            where=str(output),
-            do="give another place, or --force to replace it",
-        )
+    check_destination(output, world, parallel.model_ranks, force=arguments.force)
     model_dir = model_directory(config.model, home(), seed=config.seed)
-    platform.claim(int(os.environ.get("LOCAL_RANK", "0")), config.resources.threads_per_process)
+    platform.claim_device(
+        int(os.environ.get("LOCAL_RANK", "0")), config.resources.threads_per_process
+    )
     master = (
         os.environ.get("MASTER_ADDR", "127.0.0.1"),
         int(os.environ.get("MASTER_PORT", "0")) or free_port(),
@@ -116,14 +109,32 @@ def convert(arguments: argparse.Namespace, config: RunConfig) -> int:
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
     print(f"written: {output}")
-    others = list(different(model_dir, output)) if arguments.check_same else []
-    if arguments.check_same:
-        print("\n".join(others) if others else f"every bit is the same as in {model_dir}")
-    return 1 if others else 0
+    if not arguments.check_same:
+        return 0
+    differences = list(different(model_dir, output))
+    print("\n".join(differences) if differences else f"every bit is the same as in {model_dir}")
+    return 1 if differences else 0
+
+
+def check_destination(output: Path, world: int, model_ranks: int, *, force: bool) -> None:
+    """Refuse ranks that do not fit the layout, and a non-empty output. Raises: ConfigError."""
+    if world % model_ranks:
+        raise ConfigError(
+            "the number of ranks does not fit the parallel layout",
+            where="torchrun --nproc_per_node",
+            found=world,
+            expected=f"a multiple of TP × PP × CP = {model_ranks}",
+        )
+    if output.exists() and any(output.iterdir()) and not force:
+        raise ConfigError(
+            "the output folder is not empty",
+            where=str(output),
+            do="give another folder, or --force to replace it",
+        )
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """The options of this command itself."""
+    """Parse the options of this command."""
     parser = argparse.ArgumentParser(
         prog="convert_to_hf.py",
         description="Megatron checkpoint → Hugging Face directory, by training's own ranks.",
@@ -134,19 +145,22 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         "--load",
         required=True,
         metavar="DIR",
-        help="a folder like iter_0000100, or the one above it",
+        help="a folder such as iter_0000100, or its parent",
     )
     parser.add_argument(
-        "--output-dir", required=True, metavar="DIR", help="where the model's directory goes"
+        "--output-dir", required=True, metavar="DIR", help="the written Hugging Face directory"
     )
     parser.add_argument(
-        "--ckpt-step", type=int, metavar="K", help="which iter_… below --load (default: the latest)"
+        "--ckpt-step",
+        type=int,
+        metavar="K",
+        help="number of the iter_... folder below --load (default: the latest)",
     )
-    parser.add_argument("--recipe", help="a recipe, in place of flags or beside them")
+    parser.add_argument("--recipe", help="a recipe, instead of flags or in addition")
     parser.add_argument(
-        "--check-same", action="store_true", help="compare with the model's directory, bit for bit"
+        "--check-same", action="store_true", help="compare with the model directory, bit for bit"
     )
-    parser.add_argument("-f", "--force", action="store_true", help="replace what is there")
+    parser.add_argument("-f", "--force", action="store_true", help="replace the output")
     return parser.parse_args(words)
 
 

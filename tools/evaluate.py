@@ -1,10 +1,11 @@
-"""Evaluate a run's weights, or a recipe's model, on held-out sets:
+"""Evaluate a run's weights, or a recipe's model, on held-out sets.
 
-    python -m tools.evaluate --of my_run[@K]                                       on the run's own sets
-    python -m tools.evaluate --of my_run --eval-prompt-data aime aime.jsonl --n-samples-per-eval-prompt 16
-    python -m tools.evaluate --recipe my_run.yaml [dotted.key=value ...]           the model that the recipe starts with
+    python -m tools.evaluate --of my_run[@K]                                # the run's own sets
+    python -m tools.evaluate --of my_run --eval-prompt-data aime aime.jsonl
+    python -m tools.evaluate --recipe my_run.yaml [dotted.key=value ...]    # the recipe's model
 
-Prints every metric of every set; nothing of the run is changed. Flags are those of `tools.train`.
+Prints every metric of every set. The run stays as it is. Flags are those of `tools.train`, such as
+`--n-samples-per-eval-prompt 16`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ OPTIONS = {
 
 
 def main() -> int:
-    """Exit codes: as `tools.train`."""
-    mine, rest = split(sys.argv[1:], OPTIONS)
-    arguments = parse_arguments(mine)
+    """Run the command. Exit codes: as `tools.train`."""
+    own, rest = split(sys.argv[1:], OPTIONS)
+    arguments = parse_arguments(own)
     try:
         use_home(arguments.home)
-        asked = settle(arguments, rest)
+        parameters = flow_parameters(arguments, rest)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -47,7 +48,7 @@ def main() -> int:
     def start() -> Awaitable[dict[str, Any]]:
         from flows.evaluate import evaluate
 
-        return cast("Awaitable[dict[str, Any]]", evaluate(**asked))
+        return cast("Awaitable[dict[str, Any]]", evaluate(**parameters))
 
     code, summary = finish(start)
     for name, value in sorted((summary or {}).get("evaluation", {}).items()):
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """The options of this command itself."""
+    """Parse the options of this command."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.evaluate",
         description="Evaluate weights on held-out sets.",
@@ -65,14 +66,12 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--of",
         metavar="RUN[@K]",
-        help="whose weights: of that run, after iteration K or its newest saved",
+        help="weights of that run, after iteration K (default: its newest saved)",
     )
     parser.add_argument("--recipe", help="a recipe: its held-out sets, and without --of its model")
+    parser.add_argument("--name", help="name of the evaluation as a run (default: RUN.eval-K)")
     parser.add_argument(
-        "--name", help="name of the evaluation as a run of its own (default: RUN.eval-K)"
-    )
-    parser.add_argument(
-        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+        "--home", help=f"directory of all runs (default: ${HOME_VARIABLE} or ./runs)"
     )
     parser.add_argument(
         "--takeover",
@@ -82,30 +81,29 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def settle(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """The parameters of the flow. Its configuration is made and checked here too: what is wrong is
-    refused at once.
+def flow_parameters(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """Return the parameters of the flow, after checking their configuration.
 
-    Raises: as `check`.
+    Wrong input is refused before a server starts. Raises: as `check`.
     """
-    given = read_flags(words, also=OPTIONS)
+    flags = read_flags(words, also=OPTIONS)
     run, _, iteration = (arguments.of or "").partition("@")
     if iteration and not iteration.isdigit():
         raise ConfigError(
-            "not the number of an iteration",
+            "not the name of a commit",
             where="--of",
             found=arguments.of,
             expected="RUN or RUN@K",
         )
-    asked = {
+    parameters = {
         "run": run or None,
         "iteration": int(iteration) if iteration else None,
-        "recipe": arguments.recipe or (str(BASE) if given and not run else None),
-        "overrides": overrides_of(given),
+        "recipe": arguments.recipe or (str(BASE) if flags and not run else None),
+        "overrides": overrides_of(flags),
         "name": arguments.name,
     }
-    check(evaluation_config(home(), **asked), home())
-    return {**asked, "takeover": arguments.takeover}
+    check(evaluation_config(home(), **parameters), home())
+    return {**parameters, "takeover": arguments.takeover}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Go on from an iteration of a run, under its own configuration with some settings changed:
+"""Fork a run: continue from one of its iterations with some settings changed.
 
     python -m tools.fork my_run@99 --run hotter rollout.rollout_temperature=1.2 num_rollout=300
 
-Without `@K` from its newest iteration. The history up to there is shared, the parent stays as it
-is. The same command goes on. With another recipe: `python -m tools.train --recipe … --fork
-my_run@99`.
+Without `@K` the fork starts at the newest iteration. The fork shares the history up to there; the
+parent stays as it is. The same command continues the fork. To use another recipe: `python -m
+tools.train --recipe ... --fork my_run@99`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tools.train import finish
 
 
 def main() -> int:
-    """Exit codes: as `tools.train`."""
+    """Run the command. Exit codes: as `tools.train`."""
     arguments = parse_arguments()
-    asked = {
+    parameters = {
         "of": arguments.of,
         "run": arguments.run,
         "overrides": arguments.overrides,
@@ -33,7 +33,7 @@ def main() -> int:
     }
     try:
         use_home(arguments.home)
-        config, _ = fork_run(home(), **asked)
+        config, _ = fork_run(home(), **parameters)
         if arguments.dump_config:
             print(dump(config.model_dump(mode="json")), end="")
             return 0
@@ -45,7 +45,7 @@ def main() -> int:
     def start() -> Awaitable[dict[str, Any]]:
         from flows.fork import fork
 
-        return cast("Awaitable[dict[str, Any]]", fork(**asked, takeover=arguments.takeover))
+        return cast("Awaitable[dict[str, Any]]", fork(**parameters, takeover=arguments.takeover))
 
     code, summary = finish(start)
     if summary is not None:
@@ -54,28 +54,28 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.fork",
-        description="Go on from an iteration of a run with changed settings.",
+        description="Continue from an iteration of a run with changed settings.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "of", metavar="RUN[@K]", help="the parent, and after which iteration (default: its newest)"
+        "of", metavar="RUN[@K]", help="the parent, and its iteration (default: the newest)"
     )
     parser.add_argument("--run", help="name of the fork (default: RUN-from-K)")
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: that of the parent)")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: the parent's)")
     parser.add_argument(
         "--takeover",
         action="store_true",
-        help="replace the process that drives the fork now, wherever it is",
+        help="replace the process that drives the fork now, on any machine",
     )
     parser.add_argument(
         "--dump-config", action="store_true", help="print the resolved configuration and stop"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="what shall be different"
+        "overrides", nargs="*", metavar="dotted.key=value", help="settings that differ"
     )
     return parser.parse_intermixed_args()
 

@@ -1,15 +1,16 @@
-"""What may be deleted in a store, and deleting it:
+"""Garbage collection: list or delete objects of a store that no run needs.
 
-    python -m tools.gc                                             what nothing names any more, and nothing else
-    python -m tools.gc --keep-checkpoints 3 [--keep-every 100]     and all other checkpoints that no run needs
-    python -m tools.gc --remove RUN [--remove RUN ...]             and these runs, with all that only they name
-    python -m tools.gc ... --delete                                do it
+    python -m tools.gc                                          # unreferenced objects
+    python -m tools.gc --keep-checkpoints 3 [--keep-every 100]  # and spare checkpoints
+    python -m tools.gc --remove RUN [--remove RUN ...]          # and whole runs
+    python -m tools.gc ... --delete                             # delete instead of listing
 
-Without `--delete` nothing is touched, and runs may go on. With it this is alone in the store: it is
-refused while a run is being driven, and a run that begins meanwhile is refused until it is done.
-Killed half-way, the same command goes on. What is younger than `--grace` stays. What may go, and
-what has to stay for what: rlpipe/store/gc.py, rlpipe/store/retention.py. Exit codes: 0 done, 2 it
-cannot be known what may go, or somebody else is at work.
+Without `--delete` nothing changes, and runs may continue. `--delete` is exclusive: it is refused
+while a run is driven, and a run that begins meanwhile is refused. After a kill, the same command
+continues. Objects younger than `--grace` stay. rlpipe/store/gc.py and rlpipe/store/retention.py
+define which objects may be deleted.
+
+Exit codes: 0 done, 2 the objects cannot be determined, or another process uses the store.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def main() -> int:
-    """Parse, find, say, and delete if asked to."""
+    """Run the command."""
     arguments = parse_arguments()
     try:
         use_home(arguments.home)
@@ -65,9 +66,8 @@ def main() -> int:
                     remove(
                         files, paths, own.check, lambda done, _: bar.update(shown, completed=done)
                     )
-        print(
-            f"{len(paths)} objects {'deleted' if arguments.delete else 'may go; --delete does it'}"
-        )
+        result = "deleted" if arguments.delete else "can be deleted with --delete"
+        print(f"{len(paths)} objects {result}")
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -75,40 +75,39 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.gc", description="What may be deleted in a store."
+        prog="python -m tools.gc",
+        description="List or delete objects of a store that no run needs.",
     )
     parser.add_argument(
         "--keep-checkpoints",
         type=int,
         metavar="N",
-        help="of each run keep the newest N (default: all)",
+        help="keep the newest N of each run (default: all)",
     )
     parser.add_argument(
-        "--keep-every", type=int, metavar="M", help="and those of every M-th weight version"
+        "--keep-every", type=int, metavar="M", help="keep every M-th weight version too"
     )
     parser.add_argument(
         "--remove",
         action="append",
         default=[],
         metavar="RUN",
-        help="remove this run; several times for several",
+        help="remove this run; may be repeated",
     )
     parser.add_argument(
-        "--grace", default="1d", help="what is younger stays, such as 90m or 7d (default: 1d)"
+        "--grace", default="1d", help="keep younger objects, such as 90m or 7d (default: 1d)"
     )
-    parser.add_argument(
-        "--delete", action="store_true", help="delete it, rather than say what would go"
-    )
-    parser.add_argument("--list", action="store_true", help="name every object")
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the home's own)")
+    parser.add_argument("--delete", action="store_true", help="delete instead of listing")
+    parser.add_argument("--list", action="store_true", help="print every object")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: the home's)")
     return parser.parse_args()
 
 
 def seconds(text: str) -> float:
-    """A time such as 90m. Raises: ConfigError."""
+    """Return seconds of a time such as 90m. Raises: ConfigError."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         return float(match[1]) * UNITS[match[2]]
     raise ConfigError(
@@ -122,11 +121,10 @@ def seconds(text: str) -> float:
 def spare_of(
     files: Files, grace_s: float, keep_last: int | None, keep_every: int | None
 ) -> list[Removal]:
-    """Records and files of the checkpoints that may go by these settings. Raises: as
-    `spare_checkpoints`."""
+    """Return records and files of spare checkpoints. Raises: as `spare_checkpoints`."""
     if keep_every is not None and keep_last is None:
         raise ConfigError(
-            "which are kept beside those?",
+            "--keep-every needs --keep-checkpoints",
             where="--keep-every",
             found=keep_every,
             do="give --keep-checkpoints too",
@@ -139,13 +137,13 @@ def spare_of(
 
 
 def print_summary(files: Files, paths: Sequence[str], *, listed: bool) -> None:
-    """Objects and bytes by folder; every object if it is to be `listed`."""
-    wanted = set(paths)
+    """Print objects and bytes by folder, and every object if `listed`."""
+    selected = set(paths)
     totals = {}
     for entry in (
         entry for temporary in (False, True) for entry in files.entries(temporary=temporary)
     ):
-        if entry.path in wanted:
+        if entry.path in selected:
             count, size = totals.get(entry.path.split("/")[0], (0, 0))
             totals[entry.path.split("/")[0]] = (count + 1, size + entry.size_bytes)
     for folder, (count, size) in sorted(totals.items()):

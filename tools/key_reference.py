@@ -40,10 +40,11 @@ How to write a configuration is in [README.md](README.md).
 - **unit**: empty for a number without a unit and for everything that is no number.
 - **slime's flag**: the flag of slime or Megatron that sets the key, alone or with other flags.
 - **°** marks a key that cannot change results. Such a key may change between two starts of a run.
-  Exceptions: the number of trainer and critic ranks, and `num_rollout` with a decaying learning rate.
+  Exceptions: the number of trainer and critic ranks; `num_rollout` with a decaying learning rate.
 - `N` in a key is the position in a list, from 0.
 
-One more key is no field of a model: `preset: NAME` puts a file of `deployments/models/` below a recipe.
+One more key is no field of a model: `preset: NAME` puts a file of `deployments/models/` below a
+recipe.
 """
 
 UNITS = {

@@ -1,9 +1,8 @@
-"""A Prefect server of this process's own, with its UI, for as long as a run takes; and caches kept
-under the run's home.
+"""Use the configured Prefect server, or start one with its UI for the length of a run.
 
-It is started in a session of its own, so that Ctrl-C reaches the flow and not the server that has
-to hear of it. Not used where a server is configured already: by PREFECT_API_URL, or by Prefect's
-active profile (`prefect config set PREFECT_API_URL=…`).
+A configured server comes from PREFECT_API_URL or from Prefect's active profile (`prefect config set
+PREFECT_API_URL=...`). Our server has its own session, so Ctrl-C reaches the flow only: the server
+must still record the flow's end. Caches go below the run's home.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ START_TIMEOUT_S = 180.0
 SETTINGS = {
     **CLIENT_SETTINGS,
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # the run's own lines are on the terminal, logs in the UI
+    # The terminal shows the run's progress lines; the UI shows the logs.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-    # SQLite takes one writer at a time; many small ones make the client wait two seconds for each
-    # collision
+    # SQLite has one writer at a time. With many small writes the client waits 2 s a collision.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "5",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "1000",
@@ -47,24 +45,23 @@ SETTINGS = {
 
 @contextmanager
 def local_prefect(home: Path) -> Iterator[str]:
-    """The API URL of the configured server, or of one that ends with this block. Import prefect
-    inside it, not before.
+    """Yield the API URL of the configured server, or of one that ends with this block.
 
-    Raises: ResourceError if it does not come up, or the configured one is not there.
+    Import prefect inside the block, not before. Raises: ResourceError if no server answers.
     """
     keep_caches_in(home)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if configured := os.environ.get("PREFECT_API_URL") or url_of_profile():
-        _reach(configured)
+        _check_reachable(configured)
         yield configured
         return
     folder = home / ".prefect"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(folder)
-    server, url = _started(folder)
+    server, url = _start_server(folder)
     try:
-        print(f"Prefect's pages of this run: {url}", file=sys.stderr)
+        print(f"Prefect UI of this run: {url}", file=sys.stderr)
         yield f"{url}/api"
     finally:
         _end(server)
@@ -72,43 +69,48 @@ def local_prefect(home: Path) -> Iterator[str]:
 
 
 def url_of_profile() -> str | None:
-    """The API URL that Prefect's active profile names. Read from its file: once Prefect is
-    imported, its folder is settled."""
+    """Return the API URL of Prefect's active profile, read from the profile file.
+
+    Importing Prefect for it would fix Prefect's folder.
+    """
     folder = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     path = Path(os.environ.get("PREFECT_PROFILES_PATH") or folder / "profiles.toml").expanduser()
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        value = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError):
         return None
-    active = os.environ.get("PREFECT_PROFILE") or str(said.get("active"))
+    active = os.environ.get("PREFECT_PROFILE") or str(value.get("active"))
     for key in ("profiles", active, "PREFECT_API_URL"):
-        said = said.get(key) if isinstance(said, dict) else None
-    return said if isinstance(said, str) else None
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else None
 
 
-def _reach(url: str) -> None:
-    """Raises: ResourceError if nobody is there. What it answers, and when, is the client's matter:
-    it knows keys and waits."""
+def _check_reachable(url: str) -> None:
+    """Check that a server listens. Raises: ResourceError.
+
+    HTTP errors are left to Prefect's client: it has the keys and waits.
+    """
     try:
         httpx.get(f"{url}/health", timeout=10, verify=certificates())
     except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        # The server answers. Prefect's client has its own settings for certificates.
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return
         raise ResourceError(
-            "the Prefect server that is configured does not answer",
+            "the configured Prefect server does not answer",
             where="PREFECT_API_URL"
             if os.environ.get("PREFECT_API_URL")
             else "Prefect's active profile",
             found=f"{re.sub(r'//[^/@]*@', '//', url)}: {error}",
-            do="start it (`prefect server start`), or do without that setting: a run then brings a server of its own",
+            do="start it (`prefect server start`), or remove the setting: "
+            "a run then starts its own server",
         ) from None
     except httpx.HTTPError:
         return
 
 
-def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A server of ours that answers, and its URL. Of runs that start at once one gets the port, the
-    others take another.
+def _start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server and return it with its URL. Of runs that start at once, one gets port 4200.
 
     Raises: ResourceError.
     """
@@ -121,16 +123,16 @@ def _started(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         _end(server)
         if not answers(f"{url}/api/health"):
             break
-    ended = (
+    outcome = (
         f"ended with exit code {server.returncode}" if server.returncode >= 0 else "did not answer"
     )
     log = folder / "server.log"
     last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
     raise ResourceError(
-        "the Prefect server did not come up",
+        "the Prefect server did not start",
         where=url,
-        found=f"it {ended}; the end of {log}:\n{last}",
-        do="see the log",
+        found=f"it {outcome}; the end of {log}:\n{last}",
+        do="read the log",
     )
 
 
@@ -157,7 +159,10 @@ def _start(folder: Path, url: str) -> subprocess.Popen[bytes]:
 
 
 def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
-    """Does it answer before it ends, and in time? What answers at its port may be another run's."""
+    """True once the server answers; False if it ends or on a timeout.
+
+    Another run's server may answer at the same port, so the listening process is checked.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
         if answers(f"{url}/api/health") and listens(server.pid, int(url.rpartition(":")[2])):
@@ -176,7 +181,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 async def drain() -> None:
-    """Send what Prefect has not sent yet; call it before the server ends."""
+    """Send Prefect's pending logs and events. Call it before the server ends."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogHandler
 
@@ -187,7 +192,7 @@ async def drain() -> None:
 
 
 def free_port(preferred: int) -> int:
-    """The preferred port if it is free, else any that is."""
+    """Return the preferred port if it is free, else any free port."""
     for port in (preferred, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -196,27 +201,27 @@ def free_port(preferred: int) -> int:
             except OSError:
                 continue
             return probe.getsockname()[1]
-    raise ResourceError("no port is free", where="127.0.0.1")
+    raise ResourceError("no free port", where="127.0.0.1")
 
 
 def answers(url: str) -> bool:
-    """Does a GET of this URL succeed now?"""
+    """True if a GET of this URL succeeds now."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
 
 
 def listens(pid: int, port: int) -> bool:
-    """Does this process, or one that it has started, listen at this port?"""
+    """True if this process, or one of its children, listens at this port."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in (process, *process.children(recursive=True)):
+        for candidate in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 if any(
-                    known.status == psutil.CONN_LISTEN and known.laddr.port == port
-                    for known in one.net_connections("tcp")
+                    connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+                    for connection in candidate.net_connections("tcp")
                 ):
                     return True
     return False

@@ -1,4 +1,4 @@
-"""Command lines that print much and may be read by `head`. Not here: what they print."""
+"""End a command quietly when the reader of its output, such as `head`, closes the pipe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections.abc import Callable
 
 
 def piped(main: Callable[[], int]) -> int:
-    """What `main` answers; 141, as a shell says of SIGPIPE, if nobody reads what it prints any
-    more."""
+    """Return the exit code of `main`, or 141 (128 + SIGPIPE, as in a shell) after a closed pipe."""
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what Python still has to write on its way out
+        # Python flushes stdout at exit: that must not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code

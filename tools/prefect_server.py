@@ -1,6 +1,8 @@
-"""`prefect` for as long as another process lives:  python -m tools.prefect_server PID server start …
+"""Run `prefect` until another process ends.
 
-Used by `local_prefect`, whose process may be killed before it can stop its server.
+    python -m tools.prefect_server PID server start ...
+
+`tools.local_prefect` uses it, because its own process may be killed before it stops the server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Train a run's stored batches again and compare every state:  python -m tools.replay --run NAME [--home DIR] [--store URL]
+"""Replay a run: train its stored batches again and compare every state.
 
-From weight version 0, in a trainer of its own (Ray, no engines), through warm starts and forks.
-Exit codes: 0 every state came out bit for bit as recorded, 1 one did not, 2 it could not be tried.
-A run whose states differ was made elsewhere (another kind of machine, other packages), or is not
-what its records say.
+    python -m tools.replay --run NAME [--home DIR] [--store URL]
+
+Starts at weight version 0 in a separate trainer (Ray, no engines), and follows warm starts and
+forks. A different state means another kind of machine, other packages, or damaged records. Exit
+codes: 0 every state is bit for bit as recorded, 1 a state differs, 2 the replay failed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 from rlpipe.actors.ray.local_ray import disconnect
-from rlpipe.actors.trainer.replay import Compared, Replay, replay
+from rlpipe.actors.trainer.replay import ComparedState, Replay, replay
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import RlpipeError
 from rlpipe.store.objects.files import Files
@@ -24,13 +25,13 @@ from tools.piped import piped
 
 
 def main() -> int:
-    """Parse, replay, report."""
+    """Run the command."""
     arguments = parse_arguments()
     try:
         use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
         home().mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(replay(files, arguments.run, home=home(), say=report))
+        result = asyncio.run(replay(files, arguments.run, home=home(), on_state=report))
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -43,36 +44,38 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.replay", description="Train a run's stored batches again."
     )
-    parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
+    parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument(
-        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+        "--home", help=f"directory of all runs (default: ${HOME_VARIABLE} or ./runs)"
     )
-    parser.add_argument(
-        "--store", help="URL of the store (default: the one the run was started with)"
-    )
+    parser.add_argument("--store", help="URL of the store (default: the store of the run's start)")
     parser.add_argument("--json", help="write all digests to this file")
     return parser.parse_args()
 
 
-def report(state: Compared) -> None:
-    """One line as a state is done."""
+def report(state: ComparedState) -> None:
+    """Print a line for each state."""
     verdict = "equal" if state.equal else f"DIFFERS: recorded {state.recorded}, found {state.found}"
     print(
-        f"{state.branch:<30} v{state.version:<6} {state.stage:<10} {state.node[:12]}  {state.seconds:7.2f} s  {verdict}",
+        f"{state.branch:<30} v{state.version:<6} {state.stage:<10} {state.node[:12]}  "
+        f"{state.seconds:7.2f} s  {verdict}",
         flush=True,
     )
 
 
 def summary(result: Replay) -> str:
-    """The last line."""
+    """Return the last line."""
     first = result.first_difference
     if first is None:
         return f"{result.branch}: {len(result.states)} states, all bit for bit as recorded"
-    return f"{result.branch}: weight version {first.version} ({first.stage} {first.node}) came out different; stopped there"
+    return (
+        f"{result.branch}: weight version {first.version} ({first.stage} {first.node}) differs; "
+        "stopped there"
+    )
 
 
 if __name__ == "__main__":

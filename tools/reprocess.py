@@ -1,13 +1,14 @@
-"""Score and estimate a run's stored rollouts anew, as a branch beside it:
+"""Score stored rollouts of a run again and estimate advantages, on a new branch.
 
     python -m tools.reprocess --of my_run 'reward.function={type: python, path: mine.py:score}'
-    [dotted.key=value ...] python -m tools.reprocess --of my_run --iterations 10:50 --run stricter
-    rollout.dynamic_sampling_filter_path=mine.py:keep python -m tools.reprocess --of my_run --run
-    by_rloo advantage.advantage_estimator=rloo --train by_rloo.trained
+    python -m tools.reprocess --of my_run --iterations 10:50 --run stricter
+        rollout.dynamic_sampling_filter_path=mine.py:keep
+    python -m tools.reprocess --of my_run --run by_rloo advantage.advantage_estimator=rloo
+        --train by_rloo.trained
 
-Starts neither engines nor a trainer, unless `--train NAME` trains a run from the result, without
-engines too. The run and its records stay as they are. The same command goes on where it was
-stopped, and finds everything done the second time.
+Starts no engines and no trainer. `--train NAME` trains a run from the result, also without engines.
+The source run stays as it is. The same command continues after an interruption, and reuses all
+nodes the second time.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from tools.train import finish
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run the command. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     arguments = parse_arguments()
-    asked = {
+    parameters = {
         "of": arguments.of,
         "iterations": arguments.iterations,
         "run": arguments.run,
@@ -39,10 +40,10 @@ def main() -> int:
     }
     try:
         use_home(arguments.home)
-        found = reprocessing(home(), **asked)
-        Reprocessor(found.source.files, found.config)
+        branch = reprocessing(home(), **parameters)
+        Reprocessor(branch.source.files, branch.config)  # loads the user's functions
         if arguments.train:
-            recipe = training_recipe(home(), found, arguments.train, arguments.train_set)
+            recipe = training_recipe(home(), branch, arguments.train, arguments.train_set)
             check(load_run(recipe, (), arguments.train), home())
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -56,28 +57,28 @@ def main() -> int:
             "train_overrides": arguments.train_set,
             "jobs": arguments.jobs,
         }
-        return cast("Awaitable[dict[str, Any]]", reprocess(**asked, **more))
+        return cast("Awaitable[dict[str, Any]]", reprocess(**parameters, **more))
 
-    code, said = finish(start)
-    if said is not None:
-        show(said, home() / found.config.run)
+    code, figures = finish(start)
+    if figures is not None:
+        show(figures, home() / branch.config.run)
     return code
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.reprocess",
-        description="Score and estimate stored rollouts anew.",
+        description="Score stored rollouts again.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--of", required=True, metavar="RUN", help="the run whose stored rollouts are reprocessed"
+        "--of", required=True, metavar="RUN", help="the run with the stored rollouts"
     )
     parser.add_argument(
         "--iterations",
         metavar="A:B",
-        help="from A up to B, without B (default: all that are stored)",
+        help="from A up to B, without B (default: all stored ones)",
     )
     parser.add_argument("--run", help="name of the new branch (default: RUN.reprocessed)")
     parser.add_argument(
@@ -88,33 +89,33 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an override of that run alone; may be repeated",
+        help="an override of that run only; may be repeated",
     )
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent iterations (default: 2)")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: the run's)")
     parser.add_argument(
-        "--jobs", type=int, default=2, help="iterations under way at once (default: 2)"
-    )
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: that of the run)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="what shall be different"
+        "overrides", nargs="*", metavar="dotted.key=value", help="settings that differ"
     )
     return parser.parse_intermixed_args()
 
 
-def show(said: dict[str, Any], folder: Path) -> None:
-    """The table, and where the page is."""
-    for row in said["figures"]:
-        print(f"{row['what']:42} {_figure(row['before']):>12} {_figure(row['after']):>12}")
-    for name, value in said["agreement"].items():
-        print(f"{name.replace('_', ' '):42} {'':>12} {_figure(value):>12}")
-    for k, why in said["without_advantages"].items():
-        print(f"iteration {k} has no advantages: {why}")
+def show(figures: dict[str, Any], folder: Path) -> None:
+    """Print the table of figures and the path of the page."""
+    for row in figures["figures"]:
+        before = _format(row["before"])
+        print(f"{row['what']:42} {before:>12} {_format(row['after']):>12}")
+    for name, value in figures["agreement"].items():
+        print(f"{name.replace('_', ' '):42} {'':>12} {_format(value):>12}")
+    for k, reason in figures["without_advantages"].items():
+        print(f"iteration {k} has no advantages: {reason}")
     print(
-        f"{said['iterations']} iterations in {duration(said['seconds'])}, {said['reused']} reused; see {folder}/reprocessed.html"
+        f"{figures['iterations']} iterations in {duration(figures['seconds'])}, "
+        f"{figures['reused']} reused; see {folder}/reprocessed.html"
     )
 
 
-def _figure(value: float | int | None) -> str:
+def _format(value: float | int | None) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 

@@ -1,10 +1,10 @@
-"""Stored rollouts with rewards and advantages, shown or exported:
+"""Print or export stored rollouts with rewards and advantages.
 
-    python -m tools.rollouts --run NAME                                       the newest, a line a sample
-    python -m tools.rollouts --run NAME --iterations 10:20 --out some.jsonl   iterations 10 to 19 (or .parquet), whole rows
+    python -m tools.rollouts --run NAME                             # the newest, a line a sample
+    python -m tools.rollouts --run NAME --iterations 10:20 --out some.jsonl
 
-A prompt that is messages, and metadata, are JSON in .parquet and objects in .jsonl. What a column
-holds: `rlpipe.lineage.rollouts`.
+The second command writes whole rows of iterations 10 to 19 (also .parquet). Messages and metadata
+are JSON text in .parquet and objects in .jsonl. `rlpipe.lineage.rollouts` describes the columns.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 there is no such run or rollout."""
+    """Run the command. Exit codes: 0 done, 2 the run or rollout does not exist."""
     arguments = parse_arguments()
     try:
         use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
         tables = (
             sample_rows(files, stored)
-            for k in chosen(files, arguments.run, arguments.iterations)
+            for k in chosen_iterations(files, arguments.run, arguments.iterations)
             if (stored := find(files, arguments.run, k))
         )
         if arguments.out:
@@ -63,11 +63,11 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.rollouts", description="Show or export a run's stored rollouts."
     )
-    parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
+    parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument(
         "--iterations",
         metavar="A:B",
@@ -76,54 +76,52 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file"
     )
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument(
-        "--store", help="URL of the store (default: the one the run was started with)"
-    )
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--store", help="URL of the store (default: the store of the run's start)")
     return parser.parse_args()
 
 
-def chosen(files: Files, run: str, said: str | None) -> list[int]:
-    """The iterations that `--iterations` names. Raises: ConfigError if there are none of them."""
-    there = iterations(files, run)
-    if not there:
+def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
+    """Return the iterations that `--iterations` names. Raises: ConfigError if none is stored."""
+    stored = iterations(files, run)
+    if not stored:
         raise ConfigError(
-            "no rollout of this run is stored",
+            "the run has no stored rollout",
             where=f"--run {run}",
             found=files.root,
             do="give --home or --store",
         )
-    if said is None:
-        return there[-1:]
-    first, colon, end = said.partition(":")
+    if text is None:
+        return stored[-1:]
+    first, colon, end = text.partition(":")
     if not all(
         number.isdigit() or (colon and not number)
         for number in ((first, end) if colon else (first,))
     ):
         raise ConfigError(
-            "not iterations",
+            "not a range of iterations",
             where="--iterations",
-            found=said,
+            found=text,
             expected="A:B, A:, :B, : or one number",
         )
     low = int(first or 0)
-    high = (int(end) if end else there[-1] + 1) if colon else low + 1
-    if found := [k for k in there if low <= k < high]:
-        return found
+    high = (int(end) if end else stored[-1] + 1) if colon else low + 1
+    if chosen := [k for k in stored if low <= k < high]:
+        return chosen
     raise ConfigError(
-        "no such rollouts",
+        "rollouts are not stored",
         where="--iterations",
-        found=said,
-        expected=f"some of {there[0]}:{there[-1] + 1}",
+        found=text,
+        expected=f"iterations within {stored[0]}:{stored[-1] + 1}",
     )
 
 
 def export(tables: Iterator[pa.Table], path: Path) -> int:
-    """Write all rows; how many. Raises: ConfigError for another kind of file."""
+    """Write all rows; return their number. Raises: ConfigError for an unknown file type."""
     writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
     if path.suffix not in writers:
         raise ConfigError(
-            "not a kind of file that is written",
+            "unknown file type",
             where="--out",
             found=path,
             expected=" or ".join(writers),
@@ -159,7 +157,7 @@ def _write_parquet(tables: Iterator[pa.Table], path: Path) -> int:
 
 
 def show(tables: Iterator[pa.Table]) -> None:
-    """A line a sample, ordered by group."""
+    """Print a line a sample, ordered by group."""
     print(_line(HEADER))
     for table in tables:
         for row in sorted(table.to_pylist(), key=lambda row: (row["group_id"], row["index"])):

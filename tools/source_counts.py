@@ -1,8 +1,8 @@
 """Count what makes source code slow to read:  python -m tools.source_counts [FOLDER ...]
 
-Prints one figure a line: sizes, long lines, tuple-packed assignments, comments, small modules with one
-importer, docstrings that ask, and words that STYLE.md excludes. Without folders: the whole project
-except its tests. The same script measured the figures before and after a clean-up (CHANGELOG.md).
+Prints one figure a line: sizes, long lines, tuple-packed assignments, comments, small modules with
+one importer, docstrings that ask, and words that STYLE.md excludes. Without folders: the whole
+project except its tests. The figures before and after a clean-up are in CHANGELOG.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What taking turns on shared GPUs cost a run, and what was in memory meanwhile:  python -m tools.switches --run NAME
+"""Print the cost of sharing GPUs (`resources.colocate`): seconds and memory of each switch.
 
-A line for each switch from one phase to another (`rlpipe.actors.sharing`): how often, the median
-and the longest in seconds, then in GiB the most that a trainer rank's process had of its GPU during
-the phase that ended, what it keeps in the next one, and what is in use of its GPU right after the
-switch, engines included: the first time, the largest, the last time. A last column that is larger
-than the first is memory that was not given back.
+    python -m tools.switches --run NAME
+
+Each line is a switch from one phase to another (`rlpipe.actors.sharing`). Columns: number of
+switches; median and longest seconds; GiB of a trainer rank's process at its peak in the phase that
+ended, and kept in the next one; GiB in use of the GPU right after the switch, engines included: the
+first time, the largest, the last time. A last value above the first one is memory that was not
+released.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ HEADER = (
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 there is no such run, or it shares no GPUs."""
+    """Run the command. Exit codes: 0 done, 2 the run does not exist or shares no GPUs."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.switches", description="What taking turns on shared GPUs cost."
+        prog="python -m tools.switches", description="Print the cost of sharing GPUs."
     )
-    parser.add_argument("--run", required=True, help="name of the run, that is of its branch")
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
     try:
         use_home(arguments.home)
@@ -57,53 +59,52 @@ def main() -> int:
         print(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=1))
         return 0
     for row in (HEADER, *rows):
-        print("  ".join(f"{_shown(cell):>10}" for cell in row))
+        print("  ".join(f"{_format(cell):>10}" for cell in row))
     return 0
 
 
 def switches(directory: Path) -> list[dict[str, Any]]:
-    """All switches of a run, oldest first, from the nodes of its commits. Raises: ConfigError if
-    there are none."""
+    """Return all switches of a run, oldest first. Raises: ConfigError if there are none."""
     files = Files(get_run(directory.parent, directory.name).store)
     nodes = Nodes(files)
     commits = [*Branches(files).walk(directory.name)][::-1]
-    said = (
+    outputs = (
         nodes.get(stage, digest).outputs
         for commit in commits
         for stage, digest in commit.nodes.items()
     )
-    found = [switch for outputs in said for switch in outputs.get("switches", ())]
-    if not found:
+    switches = [switch for output in outputs for switch in output.get("switches", ())]
+    if not switches:
         raise ConfigError(
-            "this run did not share GPUs",
+            "the run did not share GPUs",
             where=directory.name,
             expected="a run with resources.colocate",
         )
-    return found
+    return switches
 
 
-def summary(found: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """A row of HEADER for each pair of phases, in the order of their first time; memory in GiB."""
+def summary(switches: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return a row of HEADER for each pair of phases, in order of first use. Memory is in GiB."""
     pairs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for switch in found:
+    for switch in switches:
         pairs.setdefault((switch["from"] or "–", switch["to"]), []).append(switch)
-    return [(*pair, len(those), *_seconds(those), *_memory(those)) for pair, those in pairs.items()]
+    return [(*pair, len(group), *_seconds(group), *_memory(group)) for pair, group in pairs.items()]
 
 
-def _seconds(those: list[dict[str, Any]]) -> tuple[float, float]:
-    seconds = [switch["seconds"] for switch in those]
+def _seconds(group: list[dict[str, Any]]) -> tuple[float, float]:
+    seconds = [switch["seconds"] for switch in group]
     return statistics.median(seconds), max(seconds)
 
 
-def _memory(those: list[dict[str, Any]]) -> tuple[float, ...]:
+def _memory(group: list[dict[str, Any]]) -> tuple[float, ...]:
     peaks, kept, used = (
-        [switch[name] / 1024**3 for switch in those]
+        [switch[name] / 1024**3 for switch in group]
         for name in ("trainer_peak_bytes", "trainer_bytes", "used_bytes")
     )
     return max(peaks), max(kept), used[0], max(used), used[-1]
 
 
-def _shown(cell: Any) -> str:
+def _format(cell: Any) -> str:
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 

@@ -1,9 +1,9 @@
-"""A run's stages and sampled responses as a timeline for https://ui.perfetto.dev:
+"""Write a run's stages and responses as a timeline for https://ui.perfetto.dev.
 
-    python -m tools.timeline --run NAME                     {home}/{run}/timeline.json.gz: open it there (nothing is uploaded)
-    python -m tools.timeline --run NAME --iterations 10:20  responses of iterations 10 to 19 only; stages always of the whole run
+    python -m tools.timeline --run NAME                      # {home}/{run}/timeline.json.gz
+    python -m tools.timeline --run NAME --iterations 10:20   # responses of iterations 10 to 19
 
-Not here: the format (`rlpipe.observe.timeline`).
+Open the file at that address; the page uploads nothing. Stages are always those of the whole run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.lineage.rollouts import find, sample_rows
-from rlpipe.observe.timeline import Response, write_timeline
+from rlpipe.observe.perfetto import Response, write_timeline
 from rlpipe.observe.trace import FILE, read_trace, works
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
-from tools.rollouts import chosen
+from tools.rollouts import chosen_iterations
 
 COLUMNS = (
     "iteration",
@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 def main() -> int:
-    """Exit codes: 0 done, 2 there is no such run or rollout."""
+    """Run the command. Exit codes: 0 done, 2 the run or rollout does not exist."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.timeline", description="Write a run's timeline for Perfetto."
     )
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder"
     )
-    parser.add_argument("--home", help=f"where runs are kept (default: ${HOME_VARIABLE} or ./runs)")
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
     arguments = parser.parse_args()
     try:
         use_home(arguments.home)
@@ -59,13 +59,13 @@ def main() -> int:
         events = read_trace(folder / FILE)[0]
         if not events:
             raise ConfigError(
-                "this run has no trace",
+                "the run has no trace",
                 where=str(folder / FILE),
-                do="it is written where the run was driven",
+                do="run this command on the machine that drove the run",
             )
-        found = list(responses(files, arguments.run, arguments.iterations))
+        sampled = list(responses(files, arguments.run, arguments.iterations))
         path = arguments.out or folder / "timeline.json.gz"
-        written = write_timeline(path, works(events), found)
+        written = write_timeline(path, works(events), sampled)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -74,18 +74,20 @@ def main() -> int:
 
 
 def responses(files: Files, run: str, iterations: str | None) -> Iterator[Response]:
-    """Of stored rollouts; supervised rows, which nobody sampled, are left out. Raises: as
-    `rollouts.chosen`."""
-    for k in chosen(files, run, iterations):
+    """Yield stored responses. Supervised rows are left out. Raises: as `chosen_iterations`."""
+    for k in chosen_iterations(files, run, iterations):
         stored = find(files, run, k)
         if stored is None:
             continue
         table = sample_rows(files, stored).select(COLUMNS)
         for row in table.to_pylist():
+            # Supervised rows have no times.
             if row["t_end_s"] > row["t_start_s"]:
-                place = row["iteration"], row["group_id"], row["index"], row["engine"]
                 yield Response(
-                    *place,
+                    row["iteration"],
+                    row["group_id"],
+                    row["index"],
+                    row["engine"],
                     row["t_start_s"],
                     row["t_end_s"],
                     len(row["response_ids"]),

@@ -1,14 +1,12 @@
-"""Train on this machine, a recipe or a command line in slime's style:
+"""Train on this machine, from a recipe or from a command line in slime's style.
 
-    python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...] python -m
-    tools.train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME]
-    [dotted.key=value ...]
+    python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...]
+    python -m tools.train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME]
 
-slime's own flags, Megatron's bare and SGLang's as `--sglang-*` become keys of the configuration
-(`python -m tools.flags` lists them); without a recipe they start from slime's defaults, with one
-they change it. Uses the Prefect server of the current profile if there is one, else one of its own
-for as long as the run takes. Ctrl-C stops it; the same command goes on from the last committed
-stage.
+Flags of slime, Megatron's under their own names and SGLang's as `--sglang-*` become configuration
+keys (`python -m tools.flags` lists them). Without a recipe they start from slime's defaults; with
+one they change the recipe. The command uses the Prefect server of the current profile, or starts
+one for the run. Ctrl-C stops the run; the same command continues after the last finished stage.
 """
 
 from __future__ import annotations
@@ -47,19 +45,20 @@ OPTIONS = {
     "--help": False,
     "-h": False,
 }
-"""Options of this command itself, and whether a value follows; every other flag is one of the
-table."""
+"""Options of this command → True if a value follows. Every other flag is in slime's table."""
 
 
 def main() -> int:
-    """Parse, check, run. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 asked to
-    stop (SIGTERM)."""
-    mine, rest = split(sys.argv[1:])
-    arguments = parse_arguments(mine)
+    """Run the command.
+
+    Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted, 143 stopped by SIGTERM.
+    """
+    own, rest = split(sys.argv[1:])
+    arguments = parse_arguments(own)
     try:
         use_home(arguments.home)
-        given = read_flags(rest, also=OPTIONS)
-        settle(arguments, given)
+        flags = read_flags(rest, also=OPTIONS)
+        apply_flags(arguments, flags)
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
         warnings = unused_keys(arguments.recipe, arguments.overrides, arguments.run)
         if not arguments.dump_config:
@@ -67,7 +66,7 @@ def main() -> int:
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    for note in [*notes(given), *(f"warning: {warning}" for warning in warnings)]:
+    for note in [*notes(flags), *(f"warning: {warning}" for warning in warnings)]:
         print(note, file=sys.stderr)
     if arguments.dump_config:
         from rlpipe.config.load import dump
@@ -80,27 +79,28 @@ def main() -> int:
 def split(
     words: Sequence[str], options: Mapping[str, bool] = OPTIONS
 ) -> tuple[list[str], list[str]]:
-    """A command line as (a command's own options with their values, everything else), both in
-    order."""
-    mine: list[str] = []
+    """Split a command line into a command's own options with their values, and the rest."""
+    own: list[str] = []
     rest: list[str] = []
     left = iter(words)
     for word in left:
         option = word.partition("=")[0]
-        (mine if option in options else rest).append(word)
+        (own if option in options else rest).append(word)
         if options.get(option) and option == word and (value := next(left, None)) is not None:
-            mine.append(value)
-    return mine, rest
+            own.append(value)
+    return own, rest
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this command itself."""
+    """Parse the options of this command."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.train",
-        description="Train a recipe, or what flags in slime's style describe, on this machine.",
-        usage="%(prog)s (--recipe RECIPE | --hf-checkpoint ... flags of slime) [options] [dotted.key=value ...]",
-        epilog="Flags of slime, Megatron and SGLang (--sglang-*): python -m tools.flags. Overrides: train.optimizer.lr=1e-5. "
-        f"A model's preset under the recipe: preset=NAME, a YAML file or one of: {', '.join(presets())}",
+        description="Train on this machine, from a recipe or from flags in slime's style.",
+        usage="%(prog)s (--recipe RECIPE | --hf-checkpoint ... flags of slime) [options] "
+        "[dotted.key=value ...]",
+        epilog="Flags of slime, Megatron and SGLang (--sglang-*): python -m tools.flags. "
+        "Overrides: train.optimizer.lr=1e-5. A model's preset below the recipe: preset=NAME, "
+        f"a YAML file or one of: {', '.join(presets())}",
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", help=f"a YAML file, or one of: {', '.join(recipes())}")
@@ -108,22 +108,22 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--run", help="name of the run (default: the recipe's, or the folder of --save)"
     )
     parser.add_argument(
-        "--home", help=f"where everything is kept (default: ${HOME_VARIABLE} or ./runs)"
+        "--home", help=f"directory of all runs (default: ${HOME_VARIABLE} or ./runs)"
     )
     parser.add_argument(
         "--seed",
         type=int,
-        help="another seed, as a run of its own: <recipe>-seed<N> unless --run names it",
+        help="other seed, for a separate run: <recipe>-seed<N> unless --run gives a name",
     )
     parser.add_argument(
         "--fork",
         metavar="RUN[@K]",
-        help="go on from iteration K of that run (default: its newest), as a new run",
+        help="start a new run from iteration K of that run (default: its newest)",
     )
     parser.add_argument(
         "--takeover",
         action="store_true",
-        help="replace the process that drives this run now, wherever it is",
+        help="replace the process that drives this run now, on any machine",
     )
     parser.add_argument(
         "--dump-config", action="store_true", help="print the resolved configuration and stop"
@@ -131,22 +131,21 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def settle(arguments: argparse.Namespace, given: ParsedFlags) -> None:
-    """Set `recipe`, `overrides` and `run` of the arguments, as the flow takes them. Raises:
-    ConfigError."""
-    arguments.overrides = overrides_of(given)
+def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
+    """Set `recipe`, `overrides` and `run` of the arguments from flags. Raises: ConfigError."""
+    arguments.overrides = overrides_of(flags)
     if arguments.recipe is None:
-        if not given:
+        if not flags:
             raise ConfigError(
-                "what shall be trained?",
+                "nothing to train",
                 where="tools.train",
                 do="give --recipe, or flags such as --hf-checkpoint",
             )
         arguments.recipe = str(BASE)
         arguments.run = (
             arguments.run
-            or given.own.get("wandb_group")
-            or Path(given.own.get("save", "slime")).name
+            or flags.own.get("wandb_group")
+            or Path(flags.own.get("save", "slime")).name
         )
     arguments.overrides, arguments.run = apply_seed_and_fork(
         arguments.recipe,
@@ -155,23 +154,23 @@ def settle(arguments: argparse.Namespace, given: ParsedFlags) -> None:
         seed=arguments.seed,
         fork=arguments.fork,
     )
-    if given.own.get("num_epoch") is not None and given.own.get("num_rollout") is None:
+    if flags.own.get("num_epoch") is not None and flags.own.get("num_rollout") is None:
         arguments.overrides.append(
-            f"num_rollout={iterations_of(arguments, given.own['num_epoch'])}"
+            f"num_rollout={iterations_of(arguments, flags.own['num_epoch'])}"
         )
 
 
 def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
-    """Iterations that draw every prompt that is kept so many times.
+    """Return the number of iterations that draw every kept prompt `epochs` times.
 
-    Of an epoch's last prompts, those that fill no batch wait for the next.
+    The last prompts of an epoch that fill no batch belong to the next epoch.
     """
     from rlpipe.data.prompts import load_prompts
 
     config = load_run(arguments.recipe, [*arguments.overrides, "num_rollout=0"], arguments.run)
     if config.data.prompts is None:
         raise ConfigError(
-            "a data source of your own has no epochs",
+            "a user data source has no epochs",
             where="--num-epoch",
             found=epochs,
             do="give --num-rollout",
@@ -184,11 +183,11 @@ def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
 
 
 def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
-    """Prompts of an epoch. Where over-long ones are dropped, every row is tokenized to count the
-    others.
+    """Return the number of prompts of an epoch.
 
+    If over-long prompts are dropped, every row is tokenized to count the others.
     Raises: ConfigError without a model directory or a tokenizer, or if every row is dropped;
-    DataError for a row that is wrong.
+    DataError for a wrong row.
     """
     if config.data.overlong_prompts != "drop":
         return len(rows)
@@ -213,21 +212,22 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
     )
 
 
-def notes(given: ParsedFlags) -> list[str]:
-    """What is to be said of flags that were taken, but do not do what they do in slime."""
-    said = []
-    if given.neutral:
-        names = " ".join(flag.option for flag in given.neutral)
-        said.append(f"note: these change nothing here (python -m tools.flags says why): {names}")
-    if given.own.get("colocate") and (engines := given.own.get("rollout_num_gpus")) is not None:
-        said.append(
-            f"note: --colocate with --rollout-num-gpus {engines}: so many for the engines, the trainer's first"
+def notes(flags: ParsedFlags) -> list[str]:
+    """Return notes on flags that were accepted but act differently than in slime."""
+    lines = []
+    if flags.neutral:
+        names = " ".join(flag.option for flag in flags.neutral)
+        lines.append(f"note: flags without effect (python -m tools.flags gives reasons): {names}")
+    if flags.own.get("colocate") and (engines := flags.own.get("rollout_num_gpus")) is not None:
+        lines.append(
+            f"note: --colocate with --rollout-num-gpus {engines}: "
+            f"the engines use the first {engines} GPUs of the trainer"
         )
-    return [*said, *(f"note: {difference}" for difference in differences(given))]
+    return [*lines, *(f"note: {difference}" for difference in differences(flags))]
 
 
 def drive(arguments: argparse.Namespace) -> int:
-    """Run the flow to its end in this process."""
+    """Run the train flow to its end in this process."""
 
     def start() -> Awaitable[dict[str, Any]]:
         from flows.train import train
@@ -240,26 +240,27 @@ def drive(arguments: argparse.Namespace) -> int:
     folder = home() / summary["run"]
     if summary["accuracy_before"] is not None:
         print(
-            f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
+            f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} "
+            f"→ {summary['accuracy_after']:.3f}"
         )
     print(f"{summary['run']}: see {folder}/report.html")
     return code
 
 
 def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
-    """Run a flow in this process, under a Prefect server: (exit code, its answer if it came to its
-    end)."""
+    """Run a flow under a Prefect server; return the exit code and the result, if any."""
     from tools.local_prefect import local_prefect
 
     if sys.__stderr__ is not None:
-        faulthandler.enable(
-            file=sys.__stderr__
-        )  # user code that crashes in this process leaves a stack
+        # User code that crashes this process leaves a stack trace.
+        faulthandler.enable(file=sys.__stderr__)
     try:
         with local_prefect(home()):
             return run_flow(start)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last committed stage", file=sys.stderr)
+        print(
+            "\nstopped; the same command continues after the last finished stage", file=sys.stderr
+        )
         return 130, None
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -267,7 +268,9 @@ def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[st
 
 
 def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
-    """As `finish`, under the server that there is. Raises: KeyboardInterrupt, RlpipeError."""
+    """Run a flow as `finish` does, under the running server. Raises: KeyboardInterrupt,
+    RlpipeError.
+    """
     from flows.stopping import Preempted
     from rlpipe.actors.ray.local_ray import disconnect
     from tools.local_prefect import drain

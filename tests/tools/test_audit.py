@@ -1,4 +1,4 @@
-"""The audit's command line: what it prints of a run, its exit codes, and the page of samples."""
+"""The audit command: output, exit codes and the page of samples (tools.audit)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tool = Callable[..., int]
 
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
-    """The command over a store with a run of two iterations."""
+    """Run the command over a store with a run of two iterations."""
     run = SteppingRun(Files(tmp_path / "store")).start()
     run.iterate()
     run.iterate()
@@ -41,7 +41,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
     return call
 
 
-def test_a_flipped_byte_is_named_and_is_exit_code_1(
+def test_a_flipped_byte_is_named_with_exit_code_1(
     tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert tool("verify") == 0
@@ -56,7 +56,7 @@ def test_a_flipped_byte_is_named_and_is_exit_code_1(
     assert node.files[0].path in capsys.readouterr().out
 
 
-def test_lineage_forward_and_questions_are_printed(
+def test_lineage_forward_and_queries_are_printed(
     tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert tool("lineage", "--out", f"{tmp_path}/rows.parquet", run="run@0") == 0
@@ -85,7 +85,7 @@ def test_lineage_forward_and_questions_are_printed(
         ("gc", "--keep-checkpoints", "1"),
     ],
 )
-def test_reading_needs_no_permission_to_write(
+def test_an_audit_needs_no_permission_to_write(
     tool: Tool, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(_self: object, path: str, *_rest: object) -> bool:
@@ -99,7 +99,7 @@ def test_reading_needs_no_permission_to_write(
     assert importlib.import_module(f"tools.{words[0]}").main() == 0
 
 
-def test_the_page_shows_every_token_and_escapes_what_was_sampled(tool: Tool, tmp_path: Path):
+def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_path: Path):
     assert tool("view", "--out", f"{tmp_path}/page.html", "--samples", "3", run="run@0") == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<article") == 2, "whole groups only"
@@ -109,23 +109,23 @@ def test_the_page_shows_every_token_and_escapes_what_was_sampled(tool: Tool, tmp
 @pytest.mark.parametrize(
     ("words", "run", "said"),
     [
-        (("verify",), "nobody", "there is no such run"),
-        (("verify",), "run@x", "not an iteration"),
-        (("sql",), "run", "what is the question?"),
-        (("sql", "nonsense"), "run", "not a question"),
-        (("forward",), "run", "which prompt?"),
+        (("verify",), "nobody", "the run does not exist"),
+        (("verify",), "run@x", "not the name of a commit"),
+        (("sql",), "run", "no query given"),
+        (("sql", "nonsense"), "run", "DuckDB refused the query"),
+        (("forward",), "run", "no prompt given"),
         (("view",), "run@7", "no rollout of this iteration"),
     ],
 )
-def test_what_cannot_be_found_out_is_exit_code_2(
+def test_wrong_input_gives_exit_code_2(
     tool: Tool, words: tuple[str, ...], run: str, said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert tool(*words, run=run) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_is_answered_with_the_nearest_that_is(
+def test_the_error_of_an_unknown_run_names_the_nearest_run(
     tool: Tool, capsys: pytest.CaptureFixture[str]
 ):
     assert tool("verify", run="run2") == 2
-    assert "there is no such run" in (said := capsys.readouterr().err) and "one of: run\n" in said
+    assert "the run does not exist" in (said := capsys.readouterr().err) and "one of: run\n" in said

@@ -1,4 +1,4 @@
-"""The conversion commands: what they take, and convert_to_hf as the ranks run it."""
+"""The conversion commands: their arguments, and convert_to_hf under torchrun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.engines.megatron.ranks import Ranks
 from tools import convert_hf_to_torch_dist, convert_to_hf, convert_torch_dist_to_hf
 from tools.conversion import size_bytes
 
-TRAINING = "--prompt-data rows.jsonl --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 --num-rollout 1 model.dtype=float32"
+TRAINING = (
+    "--prompt-data rows.jsonl --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    "--num-rollout 1 model.dtype=float32"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def call(monkeypatch):
 
 
 @pytest.mark.integration
-def test_the_commands_convert_there_and_back_and_compare(model, call, tmp_path, capsys):
+def test_the_commands_convert_both_directions_and_compare(model, call, tmp_path, capsys):
     there = ("--hf-checkpoint", model, "--save", tmp_path / "dist", "--max-shard-size", "20KB")
     assert call(convert_hf_to_torch_dist, *there, "--num-layers", "2", "--hidden-size", "32") == 0
     back = (
@@ -79,9 +82,9 @@ def test_flags_of_another_model_are_refused(model, call, tmp_path, capsys):
     assert "num_hidden_layers is 2" in capsys.readouterr().err
 
 
-def test_it_must_be_said_what_is_converted(call, capsys, tmp_path):
+def test_a_conversion_needs_one_source(call, capsys, tmp_path):
     assert call(convert_torch_dist_to_hf, "--output-dir", tmp_path / "out") == 2
-    assert "which checkpoint?" in capsys.readouterr().err
+    assert "one checkpoint is needed" in capsys.readouterr().err
     assert (
         call(
             convert_torch_dist_to_hf,
@@ -94,7 +97,7 @@ def test_it_must_be_said_what_is_converted(call, capsys, tmp_path):
         )
         == 2
     )
-    assert "there is no such run" in capsys.readouterr().err
+    assert "the run does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -106,13 +109,13 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "much", "0GB", "-1MB"])
-def test_what_is_no_size(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(ConfigError, match="not a size"):
         size_bytes(text)
 
 
 def as_torchrun(rank: int, world_size: int, port: int, words: list[str]) -> int:
-    """The command in one of the ranks."""
+    """Run the command as one of the ranks."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -125,7 +128,7 @@ def as_torchrun(rank: int, world_size: int, port: int, words: list[str]) -> int:
 
 
 @pytest.mark.integration
-def test_ranks_convert_what_they_train_in_either_format(model, call, tmp_path):
+def test_ranks_convert_checkpoints_of_both_formats(model, call, tmp_path):
     from tests.engines.megatron.reshaped import in_old_format
 
     assert (
@@ -139,7 +142,10 @@ def test_ranks_convert_what_they_train_in_either_format(model, call, tmp_path):
             ("dist", "--pipeline-model-parallel-size"),
             ("old", "--tensor-model-parallel-size"),
         ):
-            words = f"--load {tmp_path / load} --output-dir {tmp_path / f'{load}-hf'} --check-same --hf-checkpoint {model}"
+            words = (
+                f"--load {tmp_path / load} --output-dir {tmp_path / f'{load}-hf'} --check-same "
+                f"--hf-checkpoint {model}"
+            )
             assert ranks.run(as_torchrun, [*words.split(), layout, "2", *TRAINING.split()]) == [
                 0,
                 0,

@@ -1,4 +1,4 @@
-"""Forking from the command line (tools.fork): the configuration it makes, and what it refuses."""
+"""The fork command: configuration and refused input (tools.fork)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools import fork
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a run of two iterations out of five."""
+    """A home with a run of two iterations out of five."""
     History(Files(tmp_path / "store"), configuration(tmp_path, num_rollout=5)).iterate(2)
     monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
     return tmp_path
@@ -25,7 +25,7 @@ def called(home: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return fork.main()
 
 
-def test_the_configuration_can_be_seen_before_anything_starts(
+def test_dump_config_prints_the_configuration_of_the_fork(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert (
@@ -55,7 +55,7 @@ def test_the_configuration_can_be_seen_before_anything_starts(
         (("run", "rollout.temperature=1"), "rollout_temperature"),
     ],
 )
-def test_what_cannot_be_forked_is_said(
+def test_wrong_input_is_refused(
     home: Path,
     words: tuple[str, ...],
     said: str,

@@ -26,7 +26,7 @@ def is_in_a_table(key: str) -> bool:
     )
 
 
-def test_the_stored_reference_is_what_the_models_say(monkeypatch, capsys):
+def test_the_stored_reference_is_current(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["key_reference", "--check"])
     assert key_reference.main() == 0, capsys.readouterr().err
 
@@ -71,7 +71,7 @@ def test_every_unit_belongs_to_a_key():
     )
 
 
-def test_a_row_has_type_bounds_default_unit_and_the_mark_of_keys_that_decide_no_result():
+def test_a_row_has_type_bounds_default_unit_and_tuning_mark():
     class Inner(Config):
         """One part."""
 
@@ -90,11 +90,14 @@ def test_a_row_has_type_bounds_default_unit_and_the_mark_of_keys_that_decide_no_
     text = key_reference._table(
         chosen[1], {section.model: section for section in chosen}, {"parts.wait_s": ["--wait"]}
     )
-    row = r"| `wait_s` ° | number > 0 or none | none | s | Longest wait \| deadline.<br>None: no limit. | `--wait` |"
+    row = (
+        r"| `wait_s` ° | number > 0 or none | none | s "
+        r"| Longest wait \| deadline.<br>None: no limit. | `--wait` |"
+    )
     assert row in text.splitlines()
 
 
-def test_the_keys_of_a_model_that_decides_no_result_have_the_mark():
+def test_keys_of_a_tuning_model_have_the_mark():
     text = reference()
     assert "| `metric` ° |" in text.split("## `stop_when`")[1].split("## ")[0]
     assert "| `rollout_temperature` |" in text

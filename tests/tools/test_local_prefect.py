@@ -1,4 +1,4 @@
-"""A Prefect server of a run's own (tools.local_prefect)."""
+"""The Prefect server of a run (tools.local_prefect)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import pytest
 from rlpipe.errors import ResourceError
 from tools.local_prefect import listens, local_prefect, url_of_profile
 
-LISTENS = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+LISTENS = (
+    "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
+    "print(s.getsockname()[1], flush=True); time.sleep(60)"
+)
 
 
-def test_who_listens_at_a_port_is_told_from_who_does_not():
+def test_the_process_that_listens_at_a_port_is_recognised():
     with socket.create_server(("127.0.0.1", 0)) as ours:
         port = ours.getsockname()[1]
         assert listens(os.getpid(), port)
@@ -44,7 +47,7 @@ PREFECT_API_URL = "http://10.0.0.1:4200/api"
 
 @pytest.fixture
 def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Prefect's profiles, of which the active one names a server."""
+    """Prefect profiles. The active one names a server."""
     for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
@@ -54,12 +57,12 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_server_of_the_active_profile_is_used_and_none_is_started(
+def test_the_server_of_the_active_profile_is_used(
     profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
     monkeypatch.setattr("tools.local_prefect.SETTINGS", {})
-    monkeypatch.setattr("tools.local_prefect._reach", lambda _: None)
+    monkeypatch.setattr("tools.local_prefect._check_reachable", lambda _: None)
     with local_prefect(tmp_path / "home") as url:
         assert url == "http://10.0.0.1:4200/api"
         assert os.environ["PREFECT_HOME"] == str(profiles.parent), (
@@ -67,7 +70,7 @@ def test_the_server_of_the_active_profile_is_used_and_none_is_started(
         )
 
 
-def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_profile_without_a_server_gives_no_url(profiles: Path, monkeypatch: pytest.MonkeyPatch):
     assert url_of_profile() == "http://10.0.0.1:4200/api"
     monkeypatch.setenv("PREFECT_PROFILE", "ephemeral")
     assert url_of_profile() is None
@@ -84,7 +87,7 @@ def test_a_profile_without_a_server_names_none(profiles: Path, monkeypatch: pyte
     assert url_of_profile() is None
 
 
-def test_what_prefect_itself_takes_from_a_profile_is_what_is_read_of_it(profiles: Path):
+def test_prefect_reads_the_same_url_from_a_profile(profiles: Path):
     code = (
         "from prefect.settings import get_current_settings; print(get_current_settings().api.url)"
     )
@@ -94,7 +97,7 @@ def test_what_prefect_itself_takes_from_a_profile_is_what_is_read_of_it(profiles
     assert said.strip() == url_of_profile()
 
 
-def test_a_configured_server_that_is_not_there_is_said_at_once(
+def test_an_unreachable_configured_server_is_an_error_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
@@ -104,7 +107,7 @@ def test_a_configured_server_that_is_not_there_is_said_at_once(
         with (
             pytest.raises(
                 ResourceError,
-                match=f"PREFECT_API_URL: the Prefect server that is configured does not answer(.|\n)*{url}",
+                match=f"PREFECT_API_URL: the configured Prefect server does not answer(.|\n)*{url}",
             ),
             local_prefect(tmp_path),
         ):

@@ -1,7 +1,7 @@
-"""A store of format 1 becomes one of today (tools.migrate): a real one, made by the last version of
-rlpipe that wrote format 1.
+"""Migrate a real store of format 1 (tools.migrate), written by the last version with that
+format.
 
-`tests/stores/README.md` says how it was made. `format_1_settings.json` has the settings that this
+`tests/stores/README.md` describes its origin. `format_1_settings.json` has the settings that this
 version gave every stage of the configurations of `tests/test_contracts.py`.
 """
 
@@ -34,7 +34,8 @@ from rlpipe.types import Node, Stage
 from tests.stores.unpacked import check_names, unpack
 from tests.test_contracts import CONFIGURATIONS, configuration
 from tools import migrate as tool
-from tools.migrate import migrate, settings
+from tools.format_one import settings
+from tools.migrate import migrate
 
 OLD_SETTINGS = json.loads(Path(__file__).with_name("format_1_settings.json").read_text())
 
@@ -47,7 +48,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def migrated(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The new store, which no test changes."""
+    """The new store. No test changes it."""
     new = Files(tmp_path_factory.mktemp("new") / "store")
     assert migrate(Files(unpacked), new, say=print) == []
     return new
@@ -60,7 +61,7 @@ def old(unpacked: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
-def test_settings_of_format_1_are_those_that_are_made_today(name: str):
+def test_converted_settings_equal_todays_settings(name: str):
     config = configuration(name)
     old = OLD_SETTINGS[name]
     today = [
@@ -76,16 +77,16 @@ def test_settings_of_format_1_are_those_that_are_made_today(name: str):
     }
 
 
-def test_a_setting_that_format_1_never_had_is_refused_by_name():
+def test_the_error_names_an_unknown_setting():
     with pytest.raises(ObjectCorrupt, match=r"(?s)a node of train.*cleverness"):
         settings(Stage.TRAIN, {"cleverness": 1})
 
 
-def test_nodes_without_settings_keep_what_they_have():
+def test_nodes_without_settings_are_unchanged():
     assert settings(Stage.SEGMENT, {"attempt": "a"}) == {"attempt": "a"}
 
 
-def test_the_new_store_has_nothing_wrong_and_no_object_less(unpacked: Path, migrated: Files):
+def test_the_new_store_has_no_findings_and_all_objects(unpacked: Path, migrated: Files):
     report = check_store(migrated)
     assert (report.findings, report.notes) == ([], [])
     assert len(migrated.list()) == len(Files(unpacked).list())
@@ -96,7 +97,7 @@ def test_the_new_store_has_nothing_wrong_and_no_object_less(unpacked: Path, migr
     )
 
 
-def test_no_new_record_has_a_digest_of_an_old_node(unpacked: Path, migrated: Files):
+def test_no_new_record_contains_a_digest_of_an_old_node(unpacked: Path, migrated: Files):
     digests = {path.stem for path in (unpacked / "nodes").rglob("*.json")}
     assert len(digests) > 30
     records = [
@@ -111,7 +112,7 @@ def test_no_new_record_has_a_digest_of_an_old_node(unpacked: Path, migrated: Fil
 
 
 @pytest.mark.parametrize("run", ["first", "forked"])
-def test_every_node_has_the_name_that_the_run_asks_for_when_it_goes_on(migrated: Files, run: str):
+def test_a_continued_run_finds_every_node(migrated: Files, run: str):
     check_names(migrated, run)
 
 
@@ -133,7 +134,7 @@ def test_a_reprocessed_run_has_its_nodes(migrated: Files):
         )
 
 
-def test_results_are_kept_as_they_were(unpacked: Path, migrated: Files):
+def test_results_are_unchanged(unpacked: Path, migrated: Files):
     def outputs(folder: Path) -> list[str]:
         told = [json.loads(path.read_text()) for path in (folder / "nodes").rglob("*.json")]
         kept = ("stage", "outputs", "attempt", "created")
@@ -149,7 +150,7 @@ def test_results_are_kept_as_they_were(unpacked: Path, migrated: Files):
 def refused(
     old: Path, error: type[Exception] | tuple[type[Exception], ...], match: str | None = None
 ) -> None:
-    """The migration raises this, and nothing of a new store is left."""
+    """Check that the migration raises and leaves the new store empty."""
     new = Files(old.parent / "refused")
     with pytest.raises(error, match=match):
         migrate(Files(old), new, say=print)
@@ -161,33 +162,33 @@ def newest_commit(old: Path) -> Path:
 
 
 def reseal(path: Path, **changes: object) -> None:
-    """Another content of a sealed record, with its right checksum."""
+    """Replace the content of a sealed record, with a valid checksum."""
     content = {
         key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"
     } | changes
     path.write_bytes(canonical({**content, "sha256": digest(content, "x")}, "x") + b"\n")
 
 
-def test_a_record_that_was_changed_ends_it(old: Path):
+def test_a_changed_record_is_refused(old: Path):
     path = newest_commit(old)
     path.write_bytes(path.read_bytes().replace(b'"iteration":2', b'"iteration":3'))
     refused(old, ObjectCorrupt, "not a sealed record")
 
 
-def test_a_commit_that_its_receipt_does_not_fit_ends_it(old: Path):
+def test_a_commit_that_does_not_match_its_receipt_is_refused(old: Path):
     reseal(newest_commit(old), dropped={"first:00000001": "stale"})
-    refused(old, ObjectCorrupt, "receipt does not fit")
+    refused(old, ObjectCorrupt, "receipt does not match")
 
 
-def test_a_node_whose_name_is_not_that_of_its_inputs_ends_it(old: Path):
+def test_a_node_with_a_wrong_digest_is_refused(old: Path):
     reseal(next((old / "nodes" / "train").glob("*.json")), config={"lr": 1.0})
-    refused(old, ObjectCorrupt, "this is another node")
+    refused(old, ObjectCorrupt, "does not match its content")
 
 
 @pytest.mark.parametrize(
     "folder", ["nodes/rollout", "nodes/checkpoint", "plans", "branches/first/receipts"]
 )
-def test_a_record_that_is_gone_ends_it(old: Path, folder: str):
+def test_a_missing_record_is_refused(old: Path, folder: str):
     sorted((old / folder).rglob("*.json"))[0].unlink()
     refused(old, (ObjectCorrupt, ObjectMissing))
 
@@ -200,39 +201,39 @@ def test_a_record_that_is_gone_ends_it(old: Path, folder: str):
         "branches/first/epochs/00000001.json",
     ],
 )
-def test_a_sealed_record_of_something_else_ends_it(old: Path, name: str):
+def test_a_sealed_record_of_another_type_is_refused(old: Path, name: str):
     reseal(old / name, mine=1)
     refused(old, ObjectCorrupt, name)
 
 
-def test_a_data_file_with_other_bytes_ends_it(old: Path):
+def test_a_changed_data_file_is_refused(old: Path):
     path = next((old / "checkpoints").rglob("common.pt"))
     path.write_bytes(path.read_bytes()[::-1])
     refused(old, ObjectCorrupt, "not the bytes that were written")
 
 
-def test_a_data_file_that_is_gone_is_found_by_the_audit_and_nothing_is_kept(old: Path):
+def test_the_audit_finds_a_missing_data_file_and_the_new_store_is_emptied(old: Path):
     next((old / "checkpoints").rglob("common.pt")).unlink()
     new = Files(old.parent / "refused")
     found = migrate(Files(old), new, say=print)
     assert any("common.pt" in line for line in found)
-    assert "audit it with the rlpipe that wrote it" in found[-1]
+    assert "audit the old store with the version of rlpipe that wrote it" in found[-1]
     assert new.list() == []
 
 
-def test_an_object_that_no_writer_names_ends_it(old: Path):
+def test_an_object_with_an_unknown_name_is_refused(old: Path):
     (old / "notes.txt").write_text("mine")
-    refused(old, ObjectCorrupt, r"notes\.txt: no writer gives")
+    refused(old, ObjectCorrupt, r"notes\.txt: unknown name")
 
 
-def test_a_run_that_is_being_driven_ends_it(old: Path):
+def test_a_store_with_a_driven_run_is_refused(old: Path):
     path = max((old / "branches" / "first" / "epochs").rglob("*.json"), key=str)
     holder = {**json.loads(path.read_text())["holder"], "pid_space": "of another machine"}
     reseal(path, released=False, renewed="2999-01-01T00:00:00.000+00:00", holder=holder)
     refused(old, ConfigError, "being driven")
 
 
-def test_an_old_store_is_refused_everywhere_else_with_the_command_that_migrates_it(unpacked: Path):
+def test_other_readers_of_an_old_store_name_the_migration_command(unpacked: Path):
     with pytest.raises(ObjectCorrupt, match=r"(?s)format 1.*format 2.*python -m tools\.migrate"):
         Branches(Files(unpacked)).get("first")
     assert any(
@@ -240,25 +241,24 @@ def test_an_old_store_is_refused_everywhere_else_with_the_command_that_migrates_
     )
 
 
-def test_a_store_of_today_is_refused(migrated: Files, tmp_path: Path):
+def test_a_store_of_todays_format_is_refused(migrated: Files, tmp_path: Path):
     with pytest.raises(ConfigError, match="only stores of format 1"):
         migrate(migrated, Files(tmp_path / "next"), say=print)
 
 
-def test_a_new_root_that_is_not_empty_and_an_old_one_that_is_are_refused(
+def test_a_non_empty_new_root_and_an_empty_old_root_are_refused(
     unpacked: Path, migrated: Files, tmp_path: Path
 ):
     before = migrated.list()
-    with pytest.raises(ConfigError, match="needs an empty root"):
+    with pytest.raises(ConfigError, match="root of the new store is not empty"):
         migrate(Files(unpacked), migrated, say=print)
     assert migrated.list() == before
-    with pytest.raises(ConfigError, match="no run in this store"):
+    with pytest.raises(ConfigError, match="the store has no run"):
         migrate(Files(tmp_path / "nothing"), Files(tmp_path / "next"), say=print)
 
 
-def test_what_is_open_is_carried_over(old: Path, tmp_path: Path):
-    """Opened gates, pointers to segments, drawn plans: with the new names of the nodes that they
-    are about."""
+def test_gates_segments_and_draws_are_migrated(old: Path, tmp_path: Path):
+    """They get the new digests of the nodes that they refer to."""
     files = Files(old)
     train = json.loads(newest_commit(old).read_text())["nodes"]["train"]
     gate = {"format": 1, "iteration": 2, "broken": ["x"], "asked": 1.0, "resumed": 2.0}
@@ -277,8 +277,9 @@ def test_what_is_open_is_carried_over(old: Path, tmp_path: Path):
 
 
 def make_segment(files: Files, train: str) -> tuple[str, str]:
-    """A segment in place of a train node, with its checkpoint, as format 1 had them: its digest and
-    that of its base."""
+    """Write a segment that replaces a train node, with its checkpoint; return digests of segment
+    and base.
+    """
     base = json.loads(files.read("branches/first/config.json"))["init"]
     inputs = {"parents": {"weights": train, "base": base}, "config": {"attempt": "a"}, "hooks": {}}
     segment = put_node(files, "segment", inputs, {"state_digest": "s", "version": 3})
@@ -303,7 +304,7 @@ def make_segment(files: Files, train: str) -> tuple[str, str]:
 
 
 def put_node(files: Files, stage: str, inputs: dict, outputs: dict) -> str:
-    """A node of format 1, without a receipt."""
+    """Write a node of format 1 without a receipt."""
     named = digest({"stage": stage, **inputs}, "x")
     empty = {"files": [], "attempt": "a", "created": "2026-01-01T00:00:00.000+00:00"}
     said = {"format": 1, "stage": stage, "digest": named, **inputs, "outputs": outputs, **empty}
@@ -313,8 +314,8 @@ def put_node(files: Files, stage: str, inputs: dict, outputs: dict) -> str:
     return named
 
 
-def test_two_nodes_that_have_one_name_now_end_it(old: Path):
-    """They differed in nothing but a key at its default, which one of them did not have yet."""
+def test_two_nodes_with_the_same_new_digest_are_refused(old: Path):
+    """They differ only in a key at its default, which the older node lacks."""
     path = next((old / "nodes" / "reward").glob("*.json"))
     said = json.loads(path.read_text())
     less = {key: value for key, value in said["config"].items() if key != "max_error_fraction"}
@@ -324,16 +325,16 @@ def test_two_nodes_that_have_one_name_now_end_it(old: Path):
         {"parents": said["parents"], "config": less, "hooks": said["hooks"]},
         {"mean": 0.5},
     )
-    refused(old, ObjectCorrupt, "two nodes of the old store have one name now")
+    refused(old, ObjectCorrupt, "two old nodes have the same new digest")
 
 
-def test_the_command_says_what_it_did(
+def test_the_command_prints_a_summary(
     unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     to = str(tmp_path / "new")
     monkeypatch.setattr(sys, "argv", ["migrate", "--store", str(unpacked), "--to", to])
     assert tool.main() == 0
-    assert "audited, nothing wrong; 0 notes" in capsys.readouterr().out
+    assert "audited, nothing is wrong; 0 notes" in capsys.readouterr().out
     assert tool.main() == 2
-    assert "needs an empty root" in capsys.readouterr().err
+    assert "root of the new store is not empty" in capsys.readouterr().err
     assert isinstance(Nodes(Files(to)).get(Stage.INIT, Branches(Files(to)).get("first").init), Node)

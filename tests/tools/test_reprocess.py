@@ -1,5 +1,4 @@
-"""Reprocessing stored rollouts from the command line (tools.reprocess): what it refuses, and the
-whole of it under Prefect."""
+"""The reprocess command: refused input, and a whole run under Prefect (tools.reprocess)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ OTHER = "def score(sample):\n    return int(sample.response) / 10\n"
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """With a run of four iterations."""
+    """A home with a run of four iterations."""
     History(Files(tmp_path / "store"), configuration(tmp_path)).iterate(4)
     (tmp_path / "other.py").write_text(OTHER)
     return tmp_path
@@ -53,7 +52,7 @@ def other(home: Path) -> str:
         ),
     ],
 )
-def test_bad_input_is_refused_before_a_server_starts(
+def test_wrong_input_is_refused_before_a_server_starts(
     home: Path,
     words: list[str],
     said: str,
@@ -68,7 +67,7 @@ def test_bad_input_is_refused_before_a_server_starts(
 
 
 @pytest.mark.integration
-def test_an_interrupted_reprocessing_goes_on_and_says_what_is_different(home: Path):
+def test_an_interrupted_reprocessing_continues_and_prints_differences(home: Path):
     asked = reprocessing(home, of="run", run="new", overrides=[other(home)])
 
     async def begun() -> None:

@@ -1,4 +1,4 @@
-"""A run's stored rollouts, shown and exported (tools.rollouts, rlpipe.lineage.rollouts)."""
+"""Print and export stored rollouts (tools.rollouts, rlpipe.lineage.rollouts)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tool = Callable[..., int]
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home with a run that trained three iterations and one that only sampled its iteration 0."""
+    """A home with a run of three trained iterations, and a run that only sampled iteration 0."""
     files = Files(tmp_path / "store")
     trained = Run(files).start()
     for _ in range(3):
@@ -63,7 +63,7 @@ def tool(home: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
     return call
 
 
-def test_rows_have_what_was_said_of_them_and_what_they_were_trained_with(home: Path):
+def test_rows_have_rewards_advantages_and_drop_reasons(home: Path):
     files = Files(home / "store")
     stored = find(files, "run", 1)
     assert stored is not None
@@ -75,7 +75,9 @@ def test_rows_have_what_was_said_of_them_and_what_they_were_trained_with(home: P
     assert all(row["reward"] == 1.0 for row in rows if row["group_id"] in trained)
 
 
-def test_the_newest_is_shown_a_line_a_sample(tool: Tool, capsys: pytest.CaptureFixture[str]):
+def test_the_newest_rollout_is_printed_a_line_a_sample(
+    tool: Tool, capsys: pytest.CaptureFixture[str]
+):
     assert tool("--run", "sampled") == 0
     header, first, second, dropped, _ = capsys.readouterr().out.splitlines()
     assert header.split() == list(rollouts.HEADER)
@@ -84,7 +86,7 @@ def test_the_newest_is_shown_a_line_a_sample(tool: Tool, capsys: pytest.CaptureF
     assert dropped.split()[-2:] == ["all_equal", "abc"]
 
 
-def test_chosen_iterations_are_exported_whole(tool: Tool, home: Path):
+def test_whole_rows_of_chosen_iterations_are_exported(tool: Tool, home: Path):
     assert tool("--run", "run", "--iterations", "1:", "--out", f"{home}/new/rows.parquet") == 0
     table = pq.read_table(home / "new" / "rows.parquet")
     assert sorted(set(table["iteration"].to_pylist())) == [1, 2]
@@ -113,7 +115,7 @@ def test_chosen_iterations_are_exported_whole(tool: Tool, home: Path):
         (("--run", "run", "--out", "rows.csv"), ".jsonl or .parquet"),
     ],
 )
-def test_what_is_not_there_or_cannot_be_is_said(
+def test_wrong_input_is_refused(
     tool: Tool, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert tool(*words) == 2

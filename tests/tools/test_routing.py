@@ -1,4 +1,4 @@
-"""The tool that says how much of engine against trainer is routing (tools.routing)."""
+"""Measure the part of routing in differences of engine and trainer (tools.routing)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlpipe.config.model import EngineConfig
 from tools.routing import Comparison, compare, make_model
 
 
-def test_the_table_has_both_ways_and_the_share_of_other_experts():
+def test_the_table_has_both_routings_and_the_share_of_other_experts():
     found = Comparison(4, np.array([0.0, 1.0, 2.0, 3.0]), np.zeros(4), 0.25, (100.0, 90.0))
     free, replayed, other, speed = (line.split() for line in found.table().splitlines()[1:])
     assert (
@@ -33,7 +33,7 @@ def test_in_float32_engine_and_trainer_agree_in_routing_and_in_log_probs(tmp_pat
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_replay_takes_away_what_routing_adds(tmp_path):
+def test_on_a_gpu_replay_removes_differences_from_routing(tmp_path):
     make_model(tmp_path, "cuda")
     settings = {
         "attention_backend": "triton",

@@ -1,4 +1,4 @@
-"""The S3 server on this machine (tools.s3_server)."""
+"""The local S3 server (tools.s3_server)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from rlpipe.store.objects.files import Files
 from tools.s3_server import S3Server, free_ports
 
 
-def test_free_ports_are_different_ones():
+def test_free_ports_are_distinct():
     assert len(set(free_ports(4))) == 4
 
 
 @pytest.mark.integration
-def test_after_a_kill_it_comes_back_with_what_it_acknowledged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_acknowledged_writes_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with S3Server(tmp_path / "s3") as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -33,7 +31,7 @@ def test_after_a_kill_it_comes_back_with_what_it_acknowledged(
 
 
 @pytest.mark.integration
-def test_two_of_them_listen_on_loopback_alone_and_not_in_each_other_s_way(tmp_path: Path):
+def test_two_servers_listen_on_loopback_only_without_conflict(tmp_path: Path):
     with S3Server(tmp_path / "one") as one, S3Server(tmp_path / "other") as other:
         for server in (one, other):
             found = [

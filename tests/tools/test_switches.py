@@ -17,7 +17,7 @@ def switch(before: str | None, to: str, seconds: float, used: int) -> dict[str, 
     return {"from": before, "to": to, "seconds": seconds, **memory}
 
 
-def test_a_row_for_each_pair_of_phases_says_what_it_cost_and_what_was_in_use():
+def test_a_row_for_each_pair_of_phases_has_seconds_and_memory():
     found = [
         switch(None, "train", 4.0, 10),
         switch("sample", "score", 1.0, 20),
@@ -30,7 +30,7 @@ def test_a_row_for_each_pair_of_phases_says_what_it_cost_and_what_was_in_use():
     ]
 
 
-def test_a_run_that_is_not_there_ends_with_2(
+def test_an_unknown_run_gives_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ):
     monkeypatch.setattr(sys, "argv", ["tools.switches", "--run", "none", "--home", str(tmp_path)])

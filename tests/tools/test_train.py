@@ -1,5 +1,4 @@
-"""The command line of a run: what it refuses, how it says so, and what it hands on
-(tools.train)."""
+"""The train command: accepted and refused input, errors and exit codes (tools.train)."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def driven(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
-    """What was handed on to be run; running it is left out."""
+    """Arguments that were passed to the run; the run itself is replaced."""
     handed_on: list[argparse.Namespace] = []
 
     def drive(arguments: argparse.Namespace) -> int:
@@ -65,7 +64,7 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, driven: list[argparse.Namespace]) -> Command:
-    """`main` with these arguments: its exit code."""
+    """Run `main` with these arguments; return the exit code."""
 
     def run(*arguments: str | Path) -> int:
         monkeypatch.setattr(sys, "argv", ["tools.train", *map(str, arguments)])
@@ -81,8 +80,7 @@ def refused(
     capsys: pytest.CaptureFixture[str],
     place: Path,
 ) -> Callable:
-    """What is said of the recipe with these arguments, which must be refused before anything
-    starts."""
+    """Return the error of the recipe with these arguments."""
 
     def run(arguments: Sequence[str] = (), recipe: str | Path = place / "small.yaml") -> str:
         assert command("--recipe", recipe, *arguments) == 2
@@ -95,9 +93,7 @@ def refused(
     return run
 
 
-def test_a_good_recipe_is_handed_on_with_what_was_asked(
-    command: Command, driven: list, place: Path
-):
+def test_a_valid_recipe_is_run_with_the_given_options(command: Command, driven: list, place: Path):
     assert (
         command(
             "--recipe",
@@ -116,7 +112,7 @@ def test_a_good_recipe_is_handed_on_with_what_was_asked(
 
 
 @pytest.mark.parametrize("more", [[], ["--dump-config"]])
-def test_a_key_without_effect_is_said_on_the_terminal(
+def test_a_key_without_effect_is_printed(
     command: Command, place: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ):
     assert command("--recipe", place / "small.yaml", "train.loss.tis_clip=3", *more) == 0
@@ -126,9 +122,7 @@ def test_a_key_without_effect_is_said_on_the_terminal(
     assert "warning" not in said.out
 
 
-def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key(
-    refused: Callable, place: Path
-):
+def test_the_error_of_a_misspelt_key_names_line_and_nearest_key(refused: Callable, place: Path):
     override = "train.optimizer.lrr=1e-5"
     said = f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
     assert refused([override]) == said
@@ -175,7 +169,7 @@ def test_a_bad_row_is_named_with_its_line(refused: Callable, place: Path, row: s
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_a_reward_file_that_ends_or_raises_when_it_is_imported_is_named(
+def test_a_reward_file_that_exits_or_raises_on_import_is_named(
     refused: Callable, place: Path, code: str, said: str
 ):
     (place / "reward.py").write_text(f"def reward(sample): return 1.0\n{code}\n")
@@ -192,19 +186,19 @@ def test_a_missing_model_directory_is_named_with_its_key(refused: Callable, plac
     assert f"no directory {place}/nowhere" in said
 
 
-def test_a_recipe_that_is_not_there_is_refused_with_the_nearest(refused: Callable, place: Path):
+def test_the_error_of_a_missing_recipe_names_the_nearest(refused: Callable, place: Path):
     assert "spell_backward" in refused(recipe="spell_backwards")
     assert refused(recipe=place / "none.yaml").startswith(
         f"ConfigError: {place}/none.yaml: the recipe file does not exist\n"
     )
 
 
-def test_an_argument_that_is_no_override_is_refused(refused: Callable):
+def test_an_argument_without_a_key_is_refused(refused: Callable):
     assert refused(["num_rollout"]).startswith("ConfigError: num_rollout: not an override\n")
 
 
 @pytest.mark.parametrize("arguments", [["--recipe"], ["--recipe", "r", "--seed", "x"]])
-def test_a_command_line_that_makes_no_sense_ends_with_2(
+def test_a_wrong_command_line_gives_exit_code_2(
     command: Command, driven: list, arguments: list[str]
 ):
     with pytest.raises(SystemExit) as caught:
@@ -227,7 +221,7 @@ def test_a_command_line_that_makes_no_sense_ends_with_2(
         ),
     ],
 )
-def test_flags_that_make_no_sense_are_named(
+def test_the_error_names_wrong_flags(
     command: Command,
     driven: list,
     capsys: pytest.CaptureFixture[str],
@@ -306,7 +300,7 @@ def test_epochs_become_iterations(command: Command, driven: list, place: Path):
     assert load_run(driven[0].recipe, driven[0].overrides, driven[0].run).num_rollout == 7
 
 
-def test_epochs_are_those_of_the_prompts_that_are_kept(command: Command, driven: list, place: Path):
+def test_epochs_count_kept_prompts_only(command: Command, driven: list, place: Path):
     shutil.rmtree(place / "model")
     write_model(place / "model", max_position_embeddings=12)
     character_tokenizer("").save_pretrained(place / "model")
@@ -325,7 +319,7 @@ def test_epochs_are_those_of_the_prompts_that_are_kept(command: Command, driven:
     assert iterations("data.overlong_prompts=truncate_left") == 3 * 7 // 2
 
 
-def test_dump_config_prints_all_of_it_and_runs_nothing(
+def test_dump_config_prints_the_whole_configuration_and_runs_nothing(
     command: Command, driven: list, place: Path, capsys: pytest.CaptureFixture[str]
 ):
     (place / "train.jsonl").unlink()
@@ -346,13 +340,11 @@ def test_dump_config_prints_all_of_it_and_runs_nothing(
     assert load_run(dumped) == load_run(place / "small.yaml", ["train.optimizer.lr=1e-5"], "mine")
 
 
-def test_dump_config_of_a_bad_one_is_refused_too(refused: Callable):
+def test_dump_config_of_a_wrong_configuration_is_refused(refused: Callable):
     assert "num_rollout" in refused(["--dump-config", "num_rollout=-1"])
 
 
-def test_home_is_where_the_flow_will_find_it(
-    command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_flow_finds_the_home(command: Command, place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     assert command("--recipe", "small.yaml", "--home", "elsewhere") == 0
     assert home() == place / "elsewhere"
@@ -360,7 +352,7 @@ def test_home_is_where_the_flow_will_find_it(
 
 
 @pytest.mark.parametrize(("given", "name"), [([], "small-seed7"), (["--run", "mine"], "mine")])
-def test_another_seed_is_a_run_of_its_own_unless_it_has_a_name(
+def test_another_seed_is_a_separate_run_with_a_default_name(
     command: Command, driven: list, place: Path, given: list[str], name: str
 ):
     assert (
@@ -375,7 +367,7 @@ def test_another_seed_is_a_run_of_its_own_unless_it_has_a_name(
     assert config.rollout.rollout_batch_size == 2
 
 
-def test_seed_0_is_a_seed_too(command: Command, driven: list, place: Path):
+def test_seed_0_is_a_seed(command: Command, driven: list, place: Path):
     assert command("--recipe", place / "small.yaml", "--seed", "0") == 0
     assert (driven[0].run, driven[0].overrides) == ("small-seed0", ["seed=0"])
 
@@ -388,7 +380,7 @@ def test_seed_0_is_a_seed_too(command: Command, driven: list, place: Path):
         (["--fork", "old@4", "--run", "n"], "n", 4),
     ],
 )
-def test_a_fork_is_a_run_of_its_own_without_another_start(
+def test_a_fork_is_a_separate_run_without_a_warm_start(
     command: Command, driven: list, place: Path, given: list[str], name: str, iteration: int | None
 ):
     Branches(Files(home() / "store")).create("old", {}, "0" * 64)
@@ -403,13 +395,12 @@ def test_a_fork_is_a_run_of_its_own_without_another_start(
     assert config.rollout.rollout_batch_size == 2
 
 
-def test_a_fork_of_no_number_is_refused(refused: Callable):
+def test_a_fork_of_an_invalid_iteration_is_refused(refused: Callable):
     assert "fork_from.iteration" in refused(["--fork", "old@last"])
 
 
 class Flow:
-    """Stands in for the train flow and for the server around it: ends as it is told, and keeps what
-    happened."""
+    """Replaces the train flow and its server; records calls and ends as the test says."""
 
     def __init__(self) -> None:
         self.ends: Any = None
@@ -458,7 +449,7 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
         (KeyboardInterrupt(), 130, "\nstopped; the same command continues"),
     ],
 )
-def test_the_exit_code_says_how_the_run_ended(
+def test_the_exit_code_tells_the_end_of_the_run(
     flow: Flow, ends: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ):
     flow.ends = ends

@@ -1,10 +1,7 @@
-"""A place to run in: which processes were started there (`tools.up`), what points others at them,
-and who is at it now.
+"""Records of the servers that `tools.up` started in a home, and the settings that point to them.
 
-    {home}/.up/<name>.json     a process: its PID, what tells it from a later one whatever the clock says, its ports
-    {home}/.up/lock            held by whoever brings the place up or down
-
-Not here: starting and ending them.
+{home}/.up/<name>.json     process: PID, boot and namespace, start in clock ticks, ports
+{home}/.up/lock            held by a running `make up` or `make down`
 """
 
 from __future__ import annotations
@@ -32,18 +29,18 @@ BUCKET = "rlpipe"
 
 @dataclass(frozen=True)
 class Record:
-    """A process that was started here."""
+    """A process that `tools.up` started."""
 
     pid: int
     pid_space: str
-    """Where its PID is one: this boot of the machine, this PID namespace."""
+    """Boot of the machine and PID namespace in which the PID is valid."""
     started: int
-    """Clock ticks from boot to its start: a number is given to another process some day."""
+    """Clock ticks from boot to the start of the process. A PID alone is reused some day."""
     ports: tuple[int, ...]
 
     @property
     def process(self) -> psutil.Process | None:
-        """It, if it still runs."""
+        """The process, or None if it has ended."""
         if self.pid_space != pid_space() or ended(self.pid, self.started):
             return None
         with suppress(psutil.NoSuchProcess):
@@ -51,25 +48,26 @@ class Record:
         return None
 
 
-class Place:
-    """The processes of one home. `without`: names that runs do not use, whether they run or not."""
+class LocalServers:
+    """The servers of one home. `without`: names that runs do not use, even if they run."""
 
     def __init__(self, folder: Path, without: Iterable[str] = ()) -> None:
-        self.home, self.folder, self.without = folder, folder / ".up", frozenset(without)
+        self.home = folder
+        self.folder = folder / ".up"
+        self.without = frozenset(without)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.folder.chmod(0o700)
         except OSError as error:
             raise ConfigError(
-                "no servers can be kept there",
+                "the folder of server records cannot be created",
                 where=f"{HOME_VARIABLE} or --home",
                 found=f"{error.filename or folder}: {error.strerror}",
-                expected="a folder of yours, or the name of one that can be made",
+                expected="a folder that you own or can create",
             ) from error
 
     def record(self, name: str) -> Record | None:
-        """What was started last under this name, running or not. Raises: ResourceError if the
-        record cannot be read."""
+        """Return the last record of a name, running or not. Raises: ResourceError if unreadable."""
         file = self.folder / f"{name}.json"
         if not file.is_file():
             return None
@@ -79,7 +77,7 @@ class Place:
             return Record(**{**values, "ports": tuple(values["ports"])})
         except (ValueError, TypeError, KeyError) as error:
             raise ResourceError(
-                "the record of a process cannot be read",
+                "the record of a process is damaged",
                 where=str(file),
                 found=text[:200],
                 expected=", ".join(Record.__annotations__),
@@ -87,29 +85,31 @@ class Place:
             ) from error
 
     def keep(self, name: str, pid: int, ports: Iterable[int]) -> None:
-        """Remember a process that was started."""
+        """Record a started process."""
         _, started = state_and_start(pid)
         record = Record(pid, pid_space(), started, tuple(ports))
         (self.folder / f"{name}.json").write_text(json.dumps(asdict(record)))
 
     def running(self, name: str) -> psutil.Process | None:
+        """Return the process of a name, or None if it does not run."""
         record = self.record(name)
         return record and record.process
 
     def used(self, name: str) -> bool:
-        """Does it run, for runs to use?"""
+        """True if the server runs and runs may use it."""
         return name not in self.without and self.running(name) is not None
 
-    def ports(self, name: str, made: Callable[[], list[int]]) -> list[int]:
-        """The ports it had if nobody else has them now, else new ones."""
+    def ports(self, name: str, choose: Callable[[], list[int]]) -> list[int]:
+        """Return the recorded ports if they are free, else the result of `choose`."""
         record = self.record(name)
         return (
             list(record.ports)
             if record and all(free_port(port) == port for port in record.ports)
-            else made()
+            else choose()
         )
 
     def url(self, name: str) -> str:
+        """Return the address of a server."""
         record = self.record(name)
         assert record is not None
         return (
@@ -120,7 +120,7 @@ class Place:
 
     @property
     def secret(self) -> str:
-        """The key of the S3 store, made once."""
+        """Key of the S3 store, created once."""
         file = self.folder / "s3.key"
         if not file.is_file():
             file.touch(mode=0o600)
@@ -129,36 +129,36 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What points a process at the servers that run here."""
+        """Environment variables that point a process to these servers."""
         store = s3_environment(self.url("s3"), self.secret) if self.used("s3") else {}
-        where = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.used("prefect") else {}
+        prefect = {"PREFECT_API_URL": f"{self.url('prefect')}/api"} if self.used("prefect") else {}
         access = ray_settings(self.home) if self.used("ray") else {}
-        return {**where, **store, **access, HOME_VARIABLE: str(self.home)}
+        return {**prefect, **store, **access, HOME_VARIABLE: str(self.home)}
 
     @property
     def overrides(self) -> list[str]:
-        """Settings of every run from here."""
+        """Overrides of every run that uses these servers."""
         store = [f"store.root=s3://{BUCKET}/runs"] if self.used("s3") else []
         return [*store, *([f"resources.ray_address={self.url('ray')}"] if self.used("ray") else [])]
 
     def log(self, name: str) -> Path:
+        """Return the log file of a server."""
         return self.folder / f"{name}.log"
 
 
 @contextmanager
-def alone(place: Place, command: str) -> Iterator[None]:
-    """Nobody else brings this place up or down meanwhile. Raises: ResourceError if somebody is at
-    it."""
-    with (place.folder / "lock").open("a+") as lock:
+def exclusive(servers: LocalServers, command: str) -> Iterator[None]:
+    """Hold the lock of a home. Raises: ResourceError if another `make up` or `make down` runs."""
+    with (servers.folder / "lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
             raise ResourceError(
-                "somebody else brings this place up or down just now",
+                "another `make up` or `make down` is running",
                 where=lock.name,
                 found=lock.read() or None,
-                do="wait until that has ended, then the same command",
+                do="wait for its end, then repeat the command",
             ) from error
         lock.truncate(0)
         lock.write(f"{command}, PID {os.getpid()}")
