@@ -158,7 +158,8 @@ async def materialise(
     stored = validate_stored(record.config)
     resources = stored.resources.model_copy(update={"ray_address": config.resources.ray_address})
     stored = stored.model_copy(update={"resources": resources})
-    async with standalone_trainer(stored, files, home=home, name=f"{config.cluster}-fork") as trainer:
+    name = f"{config.cluster}-fork"
+    async with standalone_trainer(stored, files, home=home, name=name) as trainer:
         keeper = TrainerStates(
             trainer=trainer,
             files=files,

@@ -41,7 +41,8 @@ def test_the_default_site_has_one_set_of_gpus_with_limit_one():
             "unknown sets of GPUs: other; expected train",
         ),
         (
-            "deployments:\n  - flow: train\n    name: n\n    schedules:\n      - cron: '* * * * *'\n        rrule: FREQ=DAILY\n",
+            "deployments:\n  - flow: train\n    name: n\n    schedules:\n"
+            "      - cron: '* * * * *'\n        rrule: FREQ=DAILY\n",
             "5: .*one of",
         ),
         (

@@ -37,7 +37,10 @@ SIZES: dict[str, dict[str, int]] = {
 RECIPE = """
 num_rollout: %(iterations)d
 model:
-  source: {type: made, maker: 'deployments/recipes/tiny_models.py:make_spell_backward_model', arguments: %(sizes)s}
+  source:
+    type: made
+    maker: 'deployments/recipes/tiny_models.py:make_spell_backward_model'
+    arguments: %(sizes)s
   dtype: bfloat16
 data: {prompts: {type: file, paths: [%(prompts)s], input_key: prompt, label_key: answer}}
 rollout: {rollout_batch_size: 8, n_samples_per_prompt: 8, rollout_max_response_len: 256}
@@ -45,7 +48,12 @@ reward: {function: {type: python, path: "%(reward)s"}}
 train: {optimizer: {lr: 1.0e-6}, max_tokens_per_gpu: 16384}
 checkpoint: {save_interval: 1000}
 resources: {colocate: true, start_timeout_s: 900}
-engine: {sglang: {mem_fraction_static: 0.7, attention_backend: triton, sampling_backend: pytorch, grammar_backend: none}}
+engine:
+  sglang:
+    mem_fraction_static: 0.7
+    attention_backend: triton
+    sampling_backend: pytorch
+    grammar_backend: none
 """
 GIB = 1024**3
 

@@ -56,7 +56,12 @@ def test_a_runs_checkpoint_is_found_in_its_store(home, of):
 
 @pytest.mark.parametrize(
     ("of", "said"),
-    [("other", "the run does not exist"), ("run@1", "no saved weights"), ("run@x", "not the name"), ("@1", "not")],
+    [
+        ("other", "the run does not exist"),
+        ("run@1", "no saved weights"),
+        ("run@x", "not the name"),
+        ("@1", "not"),
+    ],
 )
 def test_a_missing_checkpoint_is_named(home, of, said):
     with pytest.raises(ConfigError, match=said), stored_checkpoint(home, of):
@@ -65,7 +70,8 @@ def test_a_missing_checkpoint_is_named(home, of, said):
 
 def test_a_file_that_was_changed_is_not_converted(home):
     next((home / "store" / "checkpoints").rglob("__0_0.distcp")).write_text("something else")
-    with pytest.raises(ObjectCorrupt, match="has changed since it was written"), stored_checkpoint(home, "run"):
+    changed = pytest.raises(ObjectCorrupt, match="has changed since it was written")
+    with changed, stored_checkpoint(home, "run"):
         pass
 
 

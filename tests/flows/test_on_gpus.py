@@ -33,7 +33,8 @@ model:
   source:
     type: made
     maker: 'deployments/recipes/tiny_models.py:make_spell_backward_model'
-    arguments: {hidden_size: 1024, num_layers: 28, num_heads: 16, num_kv_heads: 8, intermediate_size: 3072}
+    arguments:
+      {hidden_size: 1024, num_layers: 28, num_heads: 16, num_kv_heads: 8, intermediate_size: 3072}
   dtype: bfloat16
 data: {prompts: {type: file, paths: [%(prompts)s], input_key: prompt, label_key: answer}}
 rollout: {rollout_batch_size: 16, n_samples_per_prompt: 8, rollout_max_response_len: 64}
@@ -42,8 +43,12 @@ train: {optimizer: {lr: 3.0e-5}, max_tokens_per_gpu: 16384}
 checkpoint: {save_interval: 1000}
 resources: {start_timeout_s: 400, exclusive_gpus: false}
 engine:
-  sglang: {mem_fraction_static: 0.5, max_total_tokens: 65536, attention_backend: triton, sampling_backend: pytorch,
-    grammar_backend: none}
+  sglang:
+    mem_fraction_static: 0.5
+    max_total_tokens: 65536
+    attention_backend: triton
+    sampling_backend: pytorch
+    grammar_backend: none
 """
 SIZES: dict[str, Any] = {
     "hidden_size": 512,

@@ -19,7 +19,10 @@ from tests.flows.live_run import LiveRun
 from tests.servers import seaweed
 
 MODEL = "{type: made, maker: 'deployments/recipes/tiny_models.py:make_spell_backward_model'}"
-WORDS = "{type: reasoning_gym, task: spell_backward, arguments: {min_word_len: 3, max_word_len: 5}, size: 40, seed: %d}"
+WORDS = (
+    "{type: reasoning_gym, task: spell_backward, "
+    "arguments: {min_word_len: 3, max_word_len: 5}, size: 40, seed: %d}"
+)
 SAMPLING = f"""
 model: {{source: {MODEL}, dtype: float32}}
 data: {{prompts: {WORDS % 0}}}
@@ -75,7 +78,7 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
             process.pid for process in run.parts(lambda line: "rlpipe.engines.sglang" in line)
         ]
         assert run.interrupt() == 130
-        assert "the same command goes on" in run.said
+        assert "the same command continues" in run.said
         assert "Traceback" not in run.said
     stopped = committed(home, "small")
     assert 2 <= stopped < 6
@@ -130,7 +133,7 @@ def test_a_terminated_run_finishes_its_iteration_and_saves_its_weights(
         run.wait_until(lambda: committed(home, "small") >= 2)
         run.process.send_signal(signal.SIGTERM)
         assert run.finish(90) == 143, run.said
-        assert "the same command goes on" in run.said
+        assert "the same command continues" in run.said
         assert "Traceback" not in run.said
     files = Files(home / "store")
     assert check_branch(files, "small") == []

@@ -217,8 +217,8 @@ async def test_dropped_and_cut_rows_are_listed_in_terminal_artifact_and_file(
     await report_overlong(ctx, {"data.prompts": rows, "evaluation.datasets: held": rows[:1]})
     said = terminal.getvalue()
     assert (
-        "begun: data.prompts: 7 over-long prompts are dropped, longer than 90 tokens (data.rollout_max_prompt_len)"
-        in said
+        "begun: data.prompts: 7 over-long prompts are dropped, "
+        "longer than 90 tokens (data.rollout_max_prompt_len)" in said
     )
     assert (
         "a.jsonl:0 (100 tokens), a.jsonl:1 (101 tokens)" in said

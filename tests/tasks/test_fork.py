@@ -99,7 +99,7 @@ async def test_a_fork_continues_its_parent_and_leaves_it_unchanged(home: Path):
             assert train_outputs(run, "same", iteration) == train_outputs(
                 run, "parent", iteration
             ), "bit for bit: optimizer state goes on"
-        changed = await run.turn_to(other)
+        changed = await run.set_up_for(other)
         await changed.iterate(1)
         digest, rates = train_outputs(run, "other", 2)
         before, rates_before = train_outputs(run, "parent", 2)

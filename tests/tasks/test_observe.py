@@ -38,12 +38,16 @@ seen = []
 
 
 def rollout(rollout_id, args, samples, extra_metrics, rollout_time):
-    seen.append((rollout_id, args.n_samples_per_prompt, [s.reward for s in samples], extra_metrics, rollout_time))
+    rewards = [s.reward for s in samples]
+    seen.append((rollout_id, args.n_samples_per_prompt, rewards, extra_metrics, rollout_time))
     return rollout_id == 1
 
 
 def evaluation(rollout_id, args, data, extra_metrics):
-    sets = {name: (found["rewards"], found["truncated"], len(found["samples"])) for name, found in data.items()}
+    sets = {
+        name: (found["rewards"], found["truncated"], len(found["samples"]))
+        for name, found in data.items()
+    }
     seen.append((rollout_id, sets))
     return True
 
@@ -111,10 +115,14 @@ def iteration(ctx: RunContext) -> dict[str, NodeRef]:
     rows = [RewardRow("b", index, float(index)) for index in range(2)]
     return {
         "rollout": record(
-            ctx, Stage.ROLLOUT, lambda key: write_table(ctx.files, data_folder(Stage.ROLLOUT, key), "rows", table),
+            ctx,
+            Stage.ROLLOUT,
+            lambda key: write_table(ctx.files, data_folder(Stage.ROLLOUT, key), "rows", table),
             accepted=["b"], seconds=2.0, tokens=6,
         ),
-        "reward": record(ctx, Stage.REWARD, lambda key: write_rewards(ctx.files, key, rows), seconds=1.0),
+        "reward": record(
+            ctx, Stage.REWARD, lambda key: write_rewards(ctx.files, key, rows), seconds=1.0
+        ),
         "train": record(ctx, Stage.TRAIN, seconds=1.0, metrics=METRICS),
     }  # fmt: skip
 
