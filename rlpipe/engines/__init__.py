@@ -1,1 +1,1 @@
-"""The two engines: SGLang samples, Megatron trains. The only places that import those packages."""
+"""The two engines: SGLang samples and Megatron trains. Only this package imports them."""

@@ -60,6 +60,7 @@ def check_trainer(
             where="train.megatron",
             found=f"exit status {done.returncode}: {done.stderr[-1000:].strip()}",
         )
+    # Imported packages may print other lines before the result.
     if error := json.loads(done.stdout.splitlines()[-1]):
         raise ConfigError(**error)
 

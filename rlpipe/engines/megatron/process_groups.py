@@ -132,6 +132,7 @@ def open_groups(
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            # Megatron takes whole minutes only.
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
     reproducibility.seed_all(seed)

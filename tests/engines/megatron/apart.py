@@ -1,5 +1,4 @@
-"""A policy and a critic that has ranks of its own: the engine of either, and a history that both of
-them go through."""
+"""Helpers for tests of a critic with its own ranks: engines, and a history of both models."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def policy(
     port: int,
     place: ExchangeAddress,
 ) -> MegatronEngine:
-    """A rank of the policy whose critic is elsewhere."""
+    """Make a rank of a policy that has no critic in its ranks."""
     return engine(
         model_dir, TrainConfig.model_validate(train), rank, world_size, port, critic_exchange=place
     )
@@ -41,7 +40,7 @@ def policy(
 def shared(
     model_dir: str, train: dict[str, Any], port: int, critic: dict[str, Any]
 ) -> MegatronEngine:
-    """The one rank of both."""
+    """Make the one rank of a policy and critic that share it."""
     config = CriticConfig.model_validate(critic)
     return engine(
         model_dir,
@@ -63,7 +62,7 @@ def critic_of_its_own(
     critic: dict[str, Any],
     place: ExchangeAddress,
 ) -> CriticEngine:
-    """A rank of the critic."""
+    """Make a rank of the critic."""
     source = HuggingFaceModel(type="huggingface", hf_checkpoint=model_dir)
     return CriticEngine(
         CriticConfig.model_validate(critic),
@@ -81,11 +80,9 @@ def critic_of_its_own(
 
 
 def history(ours: Engine, saved: str, *others: str) -> dict[str, Any]:
-    """An iteration of the critic alone and one of both, two optimizer steps each; saved; then other
-    checkpoints loaded.
+    """Train the critic alone, then both, two optimizer steps each; save; load other checkpoints.
 
-    Everything there is to compare; `loaded`: the digest after each load, the last one of weights
-    only.
+    Returns everything to compare; `loaded`: the digest after each load, the last with weights only.
     """
     ours.load_hf()
     found: dict[str, Any] = {"begun": ours.state_digest(), "steps": [], "values": []}
@@ -126,7 +123,7 @@ def one_rank_each(
     ports: tuple[int, int, int],
     directories: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Rank 0 is the policy's, rank 1 the critic's."""
+    """Run the policy on rank 0 and the critic on rank 1."""
     place = ExchangeAddress(("127.0.0.1", ports[2]), 1, 1)
     if rank == 0:
         ours: Engine = policy(model_dir, train, 0, 1, ports[0], place)
@@ -142,16 +139,18 @@ def one_rank_each(
 
 
 def without_room_for_both(ours: Engine, directory: str) -> str:
-    """What saving says where there is room for one of the two, on a disk that both write to."""
+    """Return the error of a save if the disk has space for only one of the two checkpoints."""
     model = ours.trained if isinstance(ours, MegatronEngine) else ours.critic.trained
     needed = checkpoint._disk_space([model], Path(directory) / "iter_0000001").needed_bytes
-    there, shutil.disk_usage = shutil.disk_usage, lambda _: SimpleNamespace(free=needed * 3 // 2)  # type: ignore[assignment]
+    original = shutil.disk_usage
+    free: Any = lambda _: SimpleNamespace(free=needed * 3 // 2)  # noqa: E731
+    shutil.disk_usage = free
     try:
         ours.save_checkpoint(directory, 1)
     except StoreFull as error:
         return error.problem
     finally:
-        shutil.disk_usage = there
+        shutil.disk_usage = original
     return "it was saved"
 
 
@@ -165,7 +164,7 @@ def of_critic(
     meeting: int,
     saved: str,
 ) -> dict[str, Any]:
-    """All ranks are the critic's; the policy is one rank elsewhere."""
+    """Run the critic on all ranks; the policy is one rank of another process."""
     place = ExchangeAddress(("127.0.0.1", meeting), 1, world_size)
     ours = critic_of_its_own(rank, world_size, port, model_dir, train, critic, place)
     try:
@@ -177,12 +176,12 @@ def of_critic(
 def same_values(
     found: dict[str, Any], wanted: dict[str, Any], *, tokens_of=(0, 1, 2), within: float = 0.0
 ) -> bool:
-    """Are the values of these batches near those?"""
+    """Return whether the values of these batches are close to the expected ones."""
     return all(np.abs(found["values"][i] - wanted["values"][i]).max() <= within for i in tokens_of)
 
 
 def without_critic(model_dir: str, train: dict[str, Any], port: int, directory: Path) -> str:
-    """A checkpoint of a policy that was trained alone."""
+    """Save a checkpoint of a policy that was trained without a critic."""
     alone = engine(model_dir, TrainConfig.model_validate(train), 0, 1, port)
     batch = make_batch(seed=5)
     alone.load_hf()

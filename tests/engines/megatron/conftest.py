@@ -1,4 +1,4 @@
-"""Tiny models on disk, and ranks to train them on."""
+"""Fixtures: tiny models on disk, and training ranks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Case:
     dtype: str = "float32"
     distributed: bool = False
     megatron: tuple[tuple[str, Any], ...] = ()
-    """Arguments that the one to measure needs beside it."""
+    """Further arguments that the measured argument needs."""
 
 
 CASES = {
@@ -97,7 +97,7 @@ VALUES: dict[str, list[Any]] = {
     "quant_recipe": [],
     "inference_sampling_seed": [7],
 }
-BESIDE: dict[str, dict[str, Any]] = {
+REQUIRED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "qk_clip_alpha": {"qk_clip": True},
     "recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
     "recompute_num_layers": {"recompute_granularity": "full", "recompute_method": "uniform"},
@@ -116,11 +116,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "moe_token_drop_policy": {"moe_expert_capacity_factor": 0.5},
     "decoupled_min_lr": {"decoupled_lr": 0.5},
 }
-"""What an argument needs beside it to be accepted at all, or to be looked at."""
+"""Argument → further arguments without which it is refused or has no effect."""
 
 
 def off_default(spelled: str, now: Any) -> list[Any]:
-    """Values of a type of the tables that are not the one that it has now."""
+    """Return values of a type of the tables that differ from the current one."""
     found: list[Any] = []
     for part in spelled.split(" | "):
         if part == "bool":
@@ -137,7 +137,7 @@ def off_default(spelled: str, now: Any) -> list[Any]:
 
 
 def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str]:
-    """What a model looks like after two optimizer steps: a digest of each part of it."""
+    """Return a digest of each part of a model after two optimizer steps."""
     settings: dict[str, Any] = {
         "max_tokens_per_gpu": 64,
         "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "lr_decay_style": "linear"},
@@ -182,20 +182,21 @@ def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str
 
 def _digest(tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().contiguous()
-    return f"{plain.dtype}{tuple(plain.shape)}{xxhash.xxh3_64_hexdigest(plain.reshape(-1).view(torch.uint8).numpy().tobytes())}"
+    content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{plain.dtype}{tuple(plain.shape)}{xxhash.xxh3_64_hexdigest(content)}"
 
 
 def measure(
     name: str, entry: dict[str, Any], case: Case, model_dir: str, plain: dict[str, str], now: Any
 ) -> dict[str, str]:
-    """Value → what it changes, `nothing`, or the error that it ends with."""
+    """Return value → the parts that it changes, `nothing`, or the error."""
     found: dict[str, str] = {}
     values = VALUES[name] if name in VALUES else off_default(entry["type"], now)
     for value in values:
-        beside = BESIDE.get(name, {})
+        required = REQUIRED_ARGUMENTS.get(name, {})
         try:
-            expected = train(model_dir, case, beside) if beside else plain
-            got = train(model_dir, case, {**beside, name: value})
+            expected = train(model_dir, case, required) if required else plain
+            got = train(model_dir, case, {**required, name: value})
         except BaseException as error:  # noqa: BLE001 - Megatron asserts, raises and exits
             text = " ".join(str(error).split())
             found[json.dumps(value)] = f"error: {type(error).__name__}: {text[:160]}"
@@ -208,7 +209,7 @@ def measure(
 def sweep(
     only: list[str], cases: dict[str, Case], root: Path
 ) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """(name, case, what each value changes) of every name in every case."""
+    """Return (name, case, effect of each value) of every name in every case."""
     from rlpipe.engines.megatron.bridges import bridge as bridges  # noqa: F401
 
     known = names.entries("megatron")
@@ -233,7 +234,7 @@ def sweep(
 
 
 def _current(model_dir: str, case: Case) -> dict[str, Any]:
-    """The values that the built configurations have."""
+    """Return the values of the built configurations."""
     settings: Any = {"megatron": dict(case.megatron), "use_distributed_optimizer": case.distributed}
     ours = engine(
         model_dir, TrainConfig.model_validate(settings), 0, 1, free_port(), dtype=case.dtype

@@ -1,8 +1,7 @@
-"""Tiny models of every family: the layers, routers and rotations of the real ones, random weights.
-Not a test.
+"""Tiny random models of every family, with the layers, routers and rotations of the real ones.
 
-Weights are wide enough that logits differ, and so are what transformers leaves at 0 (biases of
-attention and of routers).
+Weights are large enough that logits differ. Biases of attention and of routers, which transformers
+leaves at 0, are random too.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make(family: str, directory: Path, seed: int = 0) -> str:
-    """Write a random float32 model of this family; returns its directory."""
+    """Write a random float32 model of this family and return its directory."""
     values = {**_BASE, **FAMILIES[family]}
     config = CONFIGS[values.pop("model_type")](**values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

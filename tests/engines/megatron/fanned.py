@@ -1,5 +1,4 @@
-"""A batch of rollouts that gave two samples each, scored by an engine; and the job that trains it
-on ranks of any layout."""
+"""A batch of rollouts with two samples each, scored by an engine, and the job that trains it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tests.engines.megatron.ranks import engine, make_batch, near
 
 
 def fanned_batch(ours: Any) -> tuple[BatchColumns, np.ndarray]:
-    """The batch, with log-probs around the engine's own, and those."""
+    """Return the batch, with log-probs close to the engine's, and the engine's log-probs."""
     batch = make_batch()
     scores = ours.score(batch)
     columns = {"proximal_log_probs": 0.1, "reference_log_probs": 0.3, "rollout_log_probs": 0.6}
@@ -30,7 +29,7 @@ def train_fanned(
     train: dict[str, Any],
     hook_args: Any = None,
 ) -> dict[str, Any]:
-    """Three optimizer steps: their metrics, and the digest after them."""
+    """Return the metrics of three optimizer steps, and the digest after them."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         ours.load_hf()

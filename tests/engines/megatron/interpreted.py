@@ -1,5 +1,7 @@
-"""A process in which Triton interprets kernels on the CPU: it has to be told before Triton is first
-imported."""
+"""A process in which Triton interprets kernels on the CPU.
+
+The mode must be set before Triton's first import.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 
 class Interpreted:
-    """Calls functions of `rlpipe.engines.megatron.model.kernels` there."""
+    """Calls functions of `rlpipe.engines.megatron.model.kernels` in that process."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -19,7 +21,7 @@ class Interpreted:
         self._process.start()
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """(what the function returned, its arguments as it left them)."""
+        """Return (the function's result, its arguments after the call)."""
         self._pipe.send((name, arguments, keywords))
         assert self._pipe.poll(120), "the interpreter did not answer"
         result, left, error = self._pipe.recv()

@@ -1,8 +1,7 @@
-"""Training ranks in processes of their own, kept over the whole test session; and the jobs they can
-do.
+"""Training ranks in separate processes, kept for the whole test session, and their jobs.
 
-A rank takes (function, arguments), calls function(rank, world_size, port, *arguments) and sends
-back the result.
+A rank receives (function, arguments), calls function(rank, world_size, port, *arguments) and sends
+the result back.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from rlpipe.system.ports import free_port
 
 
 class Ranks:
-    """So many processes; `run` calls a job on all of them and returns their results by rank.
+    """A number of processes; `run` calls a job on all of them and returns the results by rank.
 
-    After a job that failed the next one gets fresh processes: a rank may still wait for one that
-    gave up.
+    A failed job gets replaced processes, because a rank may still wait for a failed one.
     """
 
     def __init__(self, number: int) -> None:
@@ -82,8 +80,7 @@ def _serve(pipe) -> None:
 
 
 def make_batch(num_samples: int = 24, vocabulary: int = 96, seed: int = 0) -> BatchColumns:
-    """Ragged samples with masks (one sample wholly masked out), plausible log-probs and
-    advantages."""
+    """Return samples of different lengths, one of them fully masked, with all columns."""
     random = np.random.default_rng(seed)
     prompts = [
         random.integers(0, vocabulary, random.integers(1, 10)).tolist() for _ in range(num_samples)
@@ -130,7 +127,7 @@ def engine(model_dir: str, train: TrainConfig, rank: int, world_size: int, port:
 
 
 def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:
-    """Log-probs that differ from these a little."""
+    """Return log-probs that differ a little from these."""
     return columns + np.random.default_rng(seed).normal(0, scale, len(columns)).astype(np.float32)
 
 
@@ -143,8 +140,7 @@ def score_and_train(
     iterations: int = 2,
     dtype: str = "float32",
 ) -> dict:
-    """Score, then train on two optimizer steps an iteration; everything a test may want to
-    compare."""
+    """Score, then train with two optimizer steps an iteration; return everything to compare."""
     config = TrainConfig.model_validate(train)
     ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
     try:
@@ -189,8 +185,11 @@ def save_and_resume(
     second_port: int,
     dtype: str = "float32",
 ) -> dict:
-    """Digests of: three iterations straight; one, save, two more; the saved one loaded into a fresh
-    engine, then two more."""
+    """Return digests of uninterrupted and of resumed training.
+
+    Three iterations without a break; one iteration, a save and two more; the checkpoint in a fresh
+    engine and two more.
+    """
     config = TrainConfig.model_validate(train)
     digests = {}
     ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
@@ -226,8 +225,7 @@ def room_and_size(
     directory: str,
     dtype: str = "bfloat16",
 ) -> tuple[int, int]:
-    """Bytes that a checkpoint is said to need, without what is added to be safe; and those of its
-    tensors."""
+    """Return the predicted size of a checkpoint without reserve, and the size of its tensors."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -245,7 +243,7 @@ def room_and_size(
 
 
 def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
-    """Three optimizer steps, each over another number of micro-batches."""
+    """Take three optimizer steps with different numbers of micro-batches."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         ours.load_hf()
@@ -271,7 +269,7 @@ def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, t
 def gloo_threads_left(
     rank: int, world_size: int, port: int, model_dir: str, train: dict
 ) -> tuple[int, int]:
-    """How many of gloo's threads an engine that has trained has, and how many are left of it."""
+    """Return the number of gloo threads of a trained engine, and after it is closed."""
     before = _gloo_threads()
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     ours.load_hf()
@@ -298,7 +296,7 @@ def _train(ours, seeds: list[int]) -> str:
 def weights_of_checkpoint(
     rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str
 ) -> dict:
-    """Load only the weights of a checkpoint; its iteration and the exported tensors."""
+    """Load only the weights of a checkpoint; return its iteration and the exported tensors."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     iteration = ours.load_checkpoint(directory, weights_only=True)
     weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
@@ -307,7 +305,7 @@ def weights_of_checkpoint(
 
 
 def with_returns(batch: BatchColumns, values: np.ndarray, seed: int) -> BatchColumns:
-    """With what a critic learns from: values a little off, and returns."""
+    """Add the critic's columns: values with small differences, and returns."""
     returns = near(np.zeros_like(values), 1.0, seed)
     return batch.with_columns(values=near(values, 0.3, seed + 1), returns=returns)
 
@@ -315,8 +313,7 @@ def with_returns(batch: BatchColumns, values: np.ndarray, seed: int) -> BatchCol
 def value_and_train(
     rank: int, world_size: int, port: int, model_dir: str, train: dict, critic: dict
 ) -> dict:
-    """A critic's values, then policy and critic trained on two optimizer steps; everything a test
-    may want to compare."""
+    """Return a critic's values and the results of training policy and critic."""
     config = TrainConfig.model_validate(train)
     ours = engine(
         model_dir,
@@ -362,8 +359,7 @@ def save_and_resume_with_critic(
     directory: str,
     second_port: int,
 ) -> dict:
-    """As `save_and_resume`, with a critic: digests of training straight on, and from a checkpoint
-    in a fresh engine."""
+    """Run `save_and_resume` with a critic."""
     config = TrainConfig.model_validate(train)
     digests = {}
     settings = {"critic": CriticConfig(), "critic_optimizer_steps": 100}

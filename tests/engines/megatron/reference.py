@@ -1,5 +1,4 @@
-"""The same training in plain transformers and torch, one sample at a time: what Megatron is
-compared with."""
+"""Reference training in plain transformers and torch, one sample at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def load(model_dir: str) -> torch.nn.Module:
 def log_probs(
     model: torch.nn.Module, batch: BatchColumns, i: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of sample i's response tokens."""
+    """Return log-probs and entropies of sample i's response tokens."""
     tokens = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]]).long()
     start = int(batch.prompt_lengths[i])
     everything = torch.log_softmax(model(tokens[None]).logits[0, start - 1 : -1] / temperature, -1)
@@ -58,8 +57,7 @@ def train(
     config: TrainConfig,
     temperature: float,
 ) -> list[dict]:
-    """The plan's optimizer steps with the policy loss, written out; loss and gradient norm of
-    each."""
+    """Take the plan's optimizer steps; return loss and gradient norm of each."""
     results = []
     for step in packing.steps:
         samples = [i for rank in step for micro in rank for i in micro]
@@ -75,8 +73,7 @@ def train(
 
 
 def _sample_loss(model, batch: BatchColumns, i: int, loss, temperature: float) -> torch.Tensor:
-    """Mean over the sample's unmasked tokens of clipped surrogate (× truncated weight) - c_H H +
-    c_KL k3."""
+    """Mean over unmasked tokens of clipped surrogate (× truncated weight) - c_H H + c_KL k3."""
     here = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
     columns = (
         batch.proximal_log_probs,

@@ -1,5 +1,4 @@
-"""Jobs and files for the tests of conversion: a trained checkpoint, and one in Megatron's older
-format."""
+"""Jobs and files for tests of conversion: a trained checkpoint, and one in the older format."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.engines.megatron.ranks import engine, make_batch
 def save_and_tell(
     rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str
 ) -> dict[str, np.ndarray]:
-    """Train a step, save iteration 3; the weights by Hugging Face name."""
+    """Train a step, save iteration 3 and return the weights by Hugging Face name."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     ours.load_hf()
     batch = make_batch()
@@ -40,8 +39,10 @@ def save_and_tell(
 def in_old_format(
     model_dir: Path, folder: Path, tensor: int, pipeline: int, expert: int, *, padded_rows: int
 ) -> None:
-    """Write the model as so many ranks of Megatron-LM with Transformer Engine's layers would: its
-    names, its folders, and some rows of padding at the end of the vocabulary."""
+    """Write the model like ranks of Megatron-LM with Transformer Engine's layers.
+
+    The files have Megatron-LM's names and folders. The vocabulary ends with `padded_rows`.
+    """
     with single_process_groups():
         meta_model = MetaModel(model_dir, torch.float32)
         weights = HfWeights(model_dir)
@@ -103,7 +104,7 @@ def _pieces(
 
 
 def _local(name: str, stage: int, part: int, layers: int, experts: int, *, last: int) -> str | None:
-    """What a rank calls it, None if it does not have it."""
+    """Return a rank's name of a tensor, None if the rank does not have it."""
     if name.startswith("decoder.layers."):
         _, _, number, rest = name.split(".", 3)
         if int(number) // layers != stage:

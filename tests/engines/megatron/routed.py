@@ -1,5 +1,4 @@
-"""A job of training ranks: record routing, disturb the routers, replay it; and what the routers
-then did."""
+"""A job of training ranks: record routing, disturb the routers, replay the routing."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ def routers(ours) -> list:
 
 @torch.no_grad()
 def disturb(ours) -> None:
-    """Routers that prefer other experts."""
+    """Make the routers prefer other experts."""
     for router in routers(ours):
         router.weight.neg_()
     ours.trained.optimizer.reload_model_params()
 
 
 def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
-    """Experts of a batch as it is scored, after the routers were disturbed too; a pass and two
-    optimizer steps with the first."""
+    """Record experts, disturb the routers, then score and train with the recorded experts."""
     config = TrainConfig.model_validate({**train, "use_routing_replay": True})
     ours = engine(model_dir, config, rank, world_size, port)
     try:
@@ -62,7 +60,7 @@ def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, tra
 
 
 def refusal(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> str:
-    """Why an engine is not built."""
+    """Return the error of building an engine."""
     try:
         engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port).close()
     except ConfigError as error:

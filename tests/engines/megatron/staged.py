@@ -1,4 +1,4 @@
-"""What training ranks do in tests of pipeline stages that send their own weights. Not a test."""
+"""Jobs of training ranks for tests of pipeline stages that send their own weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ SYNC = SyncConfig(update_weight_buffer_size=40_000, timeout_s=60.0)
 def export_both_ways(
     rank: int, world_size: int, port: int, model_dir: str, parallel: dict
 ) -> dict[str, Any]:
-    """Tensors by name: of this rank's stage, of the whole model, and as mbridge exports it; and
-    where this rank is."""
+    """Return the tensors of this rank's stage, of the full model and of mbridge's export."""
     from rlpipe.engines.megatron.bridges.bridge import mbridge_view
     from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 
@@ -47,8 +46,7 @@ def export_both_ways(
 def push_by_stages(
     rank: int, world_size: int, port: int, model_dirs: list[str], url: str, spoil: str | None
 ) -> list[Any]:
-    """Push each model in turn; of each push (buckets, tensors), the bytes of a rank that is not the
-    first, or what it raised.
+    """Push each model; return (buckets, tensors), other ranks' bytes, or the error of each push.
 
     `spoil`: a group that the engine leaves before the second push.
     """

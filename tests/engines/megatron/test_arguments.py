@@ -1,5 +1,4 @@
-"""A Megatron-LM checkout on PYTHONPATH: imported in place of the wheel, and given its own
-arguments."""
+"""A Megatron-LM checkout on PYTHONPATH replaces the wheel and gets its own arguments."""
 
 from __future__ import annotations
 
@@ -18,8 +17,19 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.arguments import set_global_arguments
 from rlpipe.errors import ConfigError
 
-PROVIDER = "def extra_args_provider(parser):\n    parser.add_argument('--ours-rank', type=int, default=4)\n    return parser\n"
-GLOBALS = "_ARGS = None\ndef set_args(args):\n    global _ARGS\n    _ARGS = args\ndef get_args():\n    return _ARGS\n"
+PROVIDER = """
+def extra_args_provider(parser):
+    parser.add_argument('--ours-rank', type=int, default=4)
+    return parser
+"""
+GLOBALS = """
+_ARGS = None
+def set_args(args):
+    global _ARGS
+    _ARGS = args
+def get_args():
+    return _ARGS
+"""
 PROGRAM = """
 import json, sys
 from rlpipe.config.arguments.check import check_megatron
@@ -43,8 +53,7 @@ print(json.dumps({
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The wheel's own source under another path, with one more field, its own arguments and an
-    argument provider."""
+    """The wheel's source under another path, with one more field and an argument provider."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations is not None
     wheel = Path(next(iter(spec.submodule_search_locations))) / "core"
@@ -84,9 +93,7 @@ def run(folder: Path, repository: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.integration
-def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(
-    folder: Path, repository: Path
-):
+def test_a_checkout_replaces_the_wheel_and_gets_its_arguments(folder: Path, repository: Path):
     found = run(folder, repository)
     assert found.returncode == 0, found.stderr
     said = json.loads(found.stdout.splitlines()[-1])
@@ -95,7 +102,7 @@ def test_it_is_imported_in_place_of_the_wheel_and_its_code_gets_its_arguments(
     assert said["split"] == [{"ours_field": 3, "recompute_granularity": "selective"}, {}, {}]
 
 
-def test_a_provider_without_a_place_to_ask_is_refused(
+def test_a_provider_without_global_arguments_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert set_global_arguments(TrainConfig()) is None

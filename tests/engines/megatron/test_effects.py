@@ -1,5 +1,4 @@
-"""Rows of Megatron's arguments against what was measured of each of them (`effects`,
-`effects.json`)."""
+"""Rows of Megatron's arguments against the measurements (`effects`, `effects.json`)."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ def changes(name: str) -> bool:
     return any(outcome != "nothing" and not outcome.startswith("error") for outcome in outcomes)
 
 
-def test_every_argument_that_can_be_given_is_measured():
+def test_every_accepted_argument_is_measured():
     never = {name for name, rule in MEGATRON.items() if rule.kind in ("owned", "fixed")}
     never |= names.OWN["megatron"].keys()  # rlpipe's own, which Megatron's classes do not have
     assert names.entries("megatron").keys() - never <= MEASURED.keys()
 
 
-def test_an_argument_that_changes_nothing_has_a_row_that_says_why():
+def test_an_argument_without_effect_has_a_row_with_the_reason():
     without = {name for name in names.entries("megatron") if name in MEASURED and not changes(name)}
     assert without - MEGATRON.keys() == set()
 
 
-def test_an_argument_that_is_said_to_have_no_effect_had_none():
+def test_a_row_without_effect_agrees_with_the_measurement():
     assert {
         name
         for name, rule in MEGATRON.items()
@@ -69,7 +68,7 @@ def test_a_configuration_and_a_rank_refuse_the_same_arguments():
 
 @pytest.fixture(scope="module")
 def measured_again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A dense model, and what it looks like without any argument."""
+    """A dense model, and its state without any argument."""
     model_dir = make(CASES["dense"].family, tmp_path_factory.mktemp("effects") / "dense")
     return {"model_dir": model_dir, "plain": train(model_dir, CASES["dense"], {})}
 
@@ -88,7 +87,7 @@ def measured_again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("decoupled_weight_decay", False),
     ],
 )
-def test_a_sample_of_the_measurements_is_as_it_was(measured_again, monkeypatch, name, value):
+def test_a_sample_of_the_measurements_is_reproduced(measured_again, monkeypatch, name, value):
     monkeypatch.setitem(TABLE, "megatron", {})
     found = train(measured_again["model_dir"], CASES["dense"], {name: value})
     plain = measured_again["plain"]

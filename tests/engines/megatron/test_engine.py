@@ -1,4 +1,4 @@
-"""One rank: against plain transformers and torch."""
+"""One rank against plain transformers and torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLAIN = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "optimizer": {"lr"
 
 @pytest.fixture
 def start(models):
-    """Engines of one rank that are closed after the test."""
+    """Start engines of one rank; they are closed after the test."""
     opened = []
 
     def make(family: str = "qwen3", train: TrainConfig = PLAIN, *, load: bool = True, **overrides):
@@ -65,7 +65,7 @@ def one_plan(ours, batch: BatchColumns, global_batch_size: int | None = None):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
-def test_scores_are_those_of_transformers(models, start, family):
+def test_scores_equal_transformers(models, start, family):
     batch = make_batch()
     expected = reference.score(reference.load(models[family]), batch, TEMPERATURE)
     assert np.abs(start(family).score(batch) - expected).max() < 1e-5
@@ -82,7 +82,7 @@ def with_loss(train: TrainConfig, **loss) -> TrainConfig:
 
 
 @pytest.mark.parametrize("tis", [{}, {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5}])
-def test_policy_training_is_that_of_transformers_and_torch(models, start, tis):
+def test_policy_training_equals_transformers_and_torch(models, start, tis):
     train = with_loss(POLICY, **tis)
     ours = start(train=train)
     batch = make_batch()
@@ -109,7 +109,7 @@ def test_policy_training_is_that_of_transformers_and_torch(models, start, tis):
         assert torch.allclose(tensor, after[name], rtol=1e-4, atol=2e-5), name
 
 
-def test_on_policy_data_is_trained_alike_with_and_without_truncated_importance_sampling(start):
+def test_tis_does_not_change_training_on_on_policy_data(start):
     results = []
     for use_tis in (False, True):
         ours = start(train=with_loss(PLAIN, use_tis=use_tis))
@@ -126,7 +126,7 @@ def test_on_policy_data_is_trained_alike_with_and_without_truncated_importance_s
     assert results[1].steps[0]["tis_clipfrac"] == 0
 
 
-def test_data_of_other_weights_is_trained_otherwise_with_truncated_importance_sampling(start):
+def test_tis_changes_training_on_off_policy_data(start):
     digests = set()
     for loss in (
         {},
@@ -162,7 +162,7 @@ def test_a_saved_hugging_face_directory_scores_like_the_engine(start, tmp_path):
     assert np.abs(ours.score(batch) - expected).max() < 1e-5
 
 
-def test_training_is_repeatable_and_export_and_scoring_leave_no_trace(start):
+def test_training_is_repeatable_after_export_and_scoring(start):
     digests = []
     for meddle in (False, True):
         ours = start()
@@ -179,7 +179,7 @@ def test_training_is_repeatable_and_export_and_scoring_leave_no_trace(start):
     assert digests[0][0] != digests[0][1]
 
 
-def test_the_reference_policy_stays_what_it_was(start):
+def test_the_reference_policy_is_not_trained(start):
     ours = start()
     batch = make_batch()
     before = ours.score(batch)
@@ -190,12 +190,12 @@ def test_the_reference_policy_stays_what_it_was(start):
     assert ours.state_digest() == digest
 
 
-def test_without_a_reference_it_cannot_be_scored(start):
+def test_scoring_without_a_reference_is_refused(start):
     with pytest.raises(TrainerError, match="keep_reference"):
         start().score(make_batch(), model="reference")
 
 
-def test_masked_tokens_change_nothing(start):
+def test_masked_tokens_have_no_effect(start):
     batch = make_batch()
     assert batch.advantages is not None
     other = batch.with_columns(
@@ -209,7 +209,7 @@ def test_masked_tokens_change_nothing(start):
     assert digests[0] == digests[1]
 
 
-def test_supervised_training_learns_the_answers(start):
+def test_supervised_training_learns_the_responses(start):
     train = TrainConfig.model_validate({"loss": {"type": "sft"}, "optimizer": {"lr": 3e-3}})
     ours = start(train=train)
     batch = make_batch().with_columns(advantages=None, rollout_log_probs=None)
@@ -239,7 +239,7 @@ def test_a_token_mean_weighs_long_responses_more(start):
         {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
     ],
 )
-def test_layers_that_are_made_again_train_like_layers_that_are_kept(start, recompute):
+def test_recomputed_layers_train_like_stored_layers(start, recompute):
     digests = []
     batch = make_batch()
     for megatron in ({}, recompute):
@@ -318,7 +318,7 @@ def test_a_process_holds_one_engine_at_a_time(start):
         ({"tensor_model_parallel_size": 2}, "train.parallel"),
     ],
 )
-def test_bad_megatron_arguments_say_what_to_use(start, megatron, words):
+def test_errors_of_megatron_arguments_name_the_replacement(start, megatron, words):
     with pytest.raises(ConfigError, match=words):
         start(train=TrainConfig(megatron=megatron))
 
@@ -341,7 +341,7 @@ def test_megatron_arguments_reach_megatron(start):
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-6)
 
 
-def test_a_model_type_that_megatron_does_not_know_is_named(start, models, tmp_path):
+def test_an_unsupported_model_type_is_named_in_the_error(start, models, tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
     )
@@ -368,9 +368,7 @@ def step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
 """
 
 
-def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_counts(
-    start, tmp_path
-):
+def test_hooks_are_called_like_in_slime_and_can_change_gradients(start, tmp_path):
     (tmp_path / "mine.py").write_text(HOOKS)
     names = ("init", "log_prob", "step")
     paths = {key: f"{tmp_path}/mine.py:{name}" for key, name in zip(PARAMETERS, names, strict=True)}
@@ -400,8 +398,8 @@ def test_hooks_are_called_where_slime_calls_them_and_what_they_add_to_gradients_
 
 
 @pytest.mark.integration
-def test_a_process_that_has_closed_its_engine_is_rid_of_all_groups(models):
-    """Each would keep a thread that wakes up a hundred times a second."""
+def test_a_closed_engine_leaves_no_process_groups(models):
+    """Each group would keep a thread that wakes 100 times a second."""
     before = gloo_threads()
     ours = engine(models["qwen3"], PLAIN, 0, 1, free_port())
     ours.load_hf()

@@ -1,4 +1,4 @@
-"""With what a trainer rank computes (rlpipe.engines.megatron.facts)."""
+"""Versions and kernels of a trainer rank (rlpipe.engines.megatron.reproducibility.facts)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.engines.megatron.platform import CUDA_FOUND
 from rlpipe.engines.megatron.reproducibility import facts
 
 
-def test_it_says_by_what_and_from_where():
+def test_facts_name_versions_and_locations():
     found = facts("bfloat16")
     assert (found["torch"], found["megatron"][:2]) == (torch.__version__, "0.")
     assert (Path(found["megatron_from"]) / "megatron" / "core" / "__init__.py").is_file()

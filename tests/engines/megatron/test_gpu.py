@@ -1,5 +1,4 @@
-"""On CUDA: what the kernels answer, in bfloat16 and at sizes of real models, and that a run can be
-repeated bit for bit.
+"""Kernels on CUDA in bfloat16, at sizes of real models, and reproducible runs.
 
 python -m pytest -m gpu tests/engines/megatron/test_gpu.py -s
 """
@@ -34,7 +33,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖found - wanted‖ / ‖wanted‖; NaN is far away."""
+    """Return ‖found - wanted‖ / ‖wanted‖; infinite for NaN."""
     found = found.detach().double()
     wanted = wanted.detach().double()
     far = (found - wanted).norm() / wanted.norm().clamp_min(1e-30)
@@ -44,8 +43,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def assert_near_unfused(
     monkeypatch, module, function: Callable, *leaves: torch.Tensor, most: float = 1e-2
 ) -> None:
-    """Results and gradients with kernels in bfloat16, and in float32 without, are as near as
-    bfloat16 is fine."""
+    """Compare results and gradients: with kernels in bfloat16, and without in float32."""
     found = []
     for kernels, inputs in (
         (module.kernels, leaves),
@@ -65,7 +63,7 @@ def assert_near_unfused(
     assert max(far) < most, far
 
 
-def test_rms_norm_and_swiglu_are_the_unfused_ones(monkeypatch):
+def test_rms_norm_and_swiglu_equal_unfused_operations(monkeypatch):
     assert_near_unfused(
         monkeypatch, fused, lambda x, w: fused.rms_norm(x, w, 1e-6), leaf(1000, 1, 2560), leaf(2560)
     )
@@ -74,7 +72,7 @@ def test_rms_norm_and_swiglu_are_the_unfused_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_queries_and_keys_are_the_unfused_ones(monkeypatch, normalised):
+def test_queries_and_keys_equal_unfused_operations(monkeypatch, normalised):
     angles = leaf(1000, 64, dtype=torch.float32).detach()
     weights = (leaf(128), leaf(128)) if normalised else ()
 
@@ -85,7 +83,7 @@ def test_queries_and_keys_are_the_unfused_ones(monkeypatch, normalised):
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_log_probs_over_a_large_vocabulary_are_the_unfused_ones(monkeypatch, entropy_gradient):
+def test_log_probs_over_a_large_vocabulary_equal_unfused_operations(monkeypatch, entropy_gradient):
     monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", 2**26)
     targets = torch.randint(0, 151936, (1000,), generator=torch.Generator().manual_seed(0)).cuda()
 
@@ -101,7 +99,7 @@ def test_log_probs_over_a_large_vocabulary_are_the_unfused_ones(monkeypatch, ent
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_packed_attention_is_that_of_each_segment_alone(cp_size):
+def test_packed_attention_equals_attention_of_each_segment(cp_size):
     lengths = np.array([4, 260, 1024, 96])
     query, key, value = (leaf(int(lengths.sum()), heads, 128).detach() for heads in (16, 8, 8))
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -120,7 +118,7 @@ def test_packed_attention_is_that_of_each_segment_alone(cp_size):
 
 
 def _held(lengths: np.ndarray, bounds: np.ndarray, cp_size: int, rank: int) -> torch.Tensor:
-    """Global positions of a rank's tokens: chunks r and 2c-1-r of every segment."""
+    """Return the global positions of a rank's tokens: chunks r and 2c-1-r of every segment."""
     chunks = [
         np.split(np.arange(a, a + n), 2 * cp_size)
         for a, n in zip(bounds[:-1], lengths, strict=True)
@@ -136,14 +134,14 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return out[0].transpose(0, 1)
 
 
-def test_a_hash_made_by_the_kernel_is_the_one_made_by_torch():
+def test_the_hash_of_the_kernel_equals_torch():
     content = torch.randint(
         0, 256, (100_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     assert state.device_hash(content.cuda()).tolist() == state.device_hash(content).tolist()
 
 
-def test_twenty_packed_steps_come_out_the_same_three_times_and_what_that_costs(models):
+def test_twenty_packed_steps_are_reproducible(models):
     digests = {}
     seconds = {}
     for deterministic in (True, False):
@@ -157,7 +155,7 @@ def test_twenty_packed_steps_come_out_the_same_three_times_and_what_that_costs(m
 
 
 def _twenty_steps(model_dir: str, *, deterministic: bool) -> tuple[str, float]:
-    """The state's digest after them, and the seconds they took."""
+    """Return the state's digest after twenty steps, and their time in seconds."""
     config = TrainConfig.model_validate({"optimizer": {"lr": 1e-3}, "max_tokens_per_gpu": 128})
     ours = engine(
         model_dir, config, 0, 1, free_port(), dtype="bfloat16", deterministic=deterministic

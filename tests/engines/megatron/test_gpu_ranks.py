@@ -1,7 +1,8 @@
-"""The same batch on one GPU and on two that NCCL joins, in every layout (`pytest -m gpu`): the same
-figures, as far as bfloat16 has them, and the same state on both.
+"""The same batch on one GPU and on two GPUs with NCCL, in every layout (`pytest -m gpu`).
 
-Not here: the same to the last digits, in float32 without GPUs (`test_parallel`)."""
+Results agree within bfloat16, and both ranks have the same state. `test_parallel` compares float32
+on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def alone(models):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_two_gpus_compute_what_one_computes(models, alone, two_ranks, family, layout):
+def test_two_gpus_compute_the_same_as_one_gpu(models, alone, two_ranks, family, layout):
     wanted = alone[family]
     train = TRAIN | {**LAYOUTS, **EXPERTS}[layout]
     first, second = two_ranks.run(score_and_train, models[family], train, ITERATIONS, "bfloat16")
@@ -39,7 +40,8 @@ def test_two_gpus_compute_what_one_computes(models, alone, two_ranks, family, la
     apart = np.abs(first["scores"] - wanted["scores"])
     norms = [[step["grad_norm"] for step in one["steps"]] for one in (first, wanted)]
     print(
-        f"{family}, {layout}: log-probs apart {apart.mean():.1e}, at most {apart.max():.1e}; gradient norms {norms}"
+        f"{family}, {layout}: log-prob difference {apart.mean():.1e}, at most {apart.max():.1e}; "
+        f"gradient norms {norms}"
     )
     assert apart.mean() < MEAN_APART and apart.max() < MOST_APART
     assert norms[0][0] == pytest.approx(norms[1][0], rel=0.03), (

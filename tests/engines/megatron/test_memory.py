@@ -1,5 +1,4 @@
-"""Parts of a rank's state that sleep and wake (rlpipe.engines.megatron.memory), on a real
-engine."""
+"""Offloading parts of a rank's state (rlpipe.engines.megatron.memory), on a real engine."""
 
 from __future__ import annotations
 
@@ -62,9 +61,7 @@ def held_bytes(ours: MegatronEngine, *parts: Part) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def test_a_state_that_slept_between_all_calls_is_trained_to_the_same_bits(
-    ours: MegatronEngine, tmp_path
-):
+def test_offloading_between_all_calls_does_not_change_training(ours: MegatronEngine, tmp_path):
     ours.save_checkpoint(tmp_path, 0)
     straight = [train_once(ours, seed) for seed in range(2)]
     ours.load_checkpoint(tmp_path)
@@ -81,7 +78,7 @@ def test_a_state_that_slept_between_all_calls_is_trained_to_the_same_bits(
     assert slept == straight
 
 
-def test_sleeping_parts_take_no_memory_and_answer_with_an_error(ours: MegatronEngine):
+def test_offloaded_parts_take_no_memory_and_raise_an_error(ours: MegatronEngine):
     all_bytes = held_bytes(ours, *PARTS)
     assert ours.occupy(("weights",))["kept_bytes"] == held_bytes(ours, "weights") > 0
     assert held_bytes(ours, "gradients") == 0
@@ -104,14 +101,14 @@ def test_sleeping_parts_take_no_memory_and_answer_with_an_error(ours: MegatronEn
     assert held_bytes(ours, *PARTS) == all_bytes
 
 
-def test_gradient_buffers_are_zero_when_they_wake(ours: MegatronEngine):
+def test_restored_gradient_buffers_are_zero(ours: MegatronEngine):
     train_once(ours, 0)
     ours.occupy(("weights", "optimizer"))
     ours.occupy(PARTS)
     assert all(not buffer.grad_data.any() for buffer in ours.trained.ddp.buffers)
 
 
-def test_a_critic_and_a_teacher_sleep_with_the_policy(models: dict[str, str]):
+def test_critic_and_teacher_are_offloaded_with_the_policy(models: dict[str, str]):
     settings = {
         "critic": CriticConfig(),
         "critic_optimizer_steps": 10,
@@ -140,7 +137,7 @@ def test_a_critic_and_a_teacher_sleep_with_the_policy(models: dict[str, str]):
         ours.close()
 
 
-def test_the_reference_scores_with_what_was_kept_of_it_and_the_policy_comes_back_to_the_bit(
+def test_scoring_the_reference_restores_the_policy_bit_for_bit(
     ours: MegatronEngine,
 ):
     batch = make_batch()
@@ -162,7 +159,7 @@ def test_the_reference_scores_with_what_was_kept_of_it_and_the_policy_comes_back
         assert ours.state_digest() == digest
 
 
-def test_storages_of_any_size_are_cut_at_the_ends_of_chunks(monkeypatch: pytest.MonkeyPatch):
+def test_storages_of_any_size_are_split_at_the_ends_of_chunks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlpipe.engines.megatron.memory.CHUNK_BYTES", 4096)
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 4095, 4097, 0, 9000, 3)
@@ -180,7 +177,7 @@ def test_storages_of_any_size_are_cut_at_the_ends_of_chunks(monkeypatch: pytest.
     assert CHUNK_BYTES == 2**28
 
 
-def test_a_storage_that_several_tensors_share_is_moved_once_with_its_first_part():
+def test_a_shared_storage_moves_once_with_its_first_part():
     memory = DeviceMemory()
     whole = torch.arange(8.0)
     tensors: dict[Part, list[torch.Tensor]] = {

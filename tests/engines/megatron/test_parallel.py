@@ -1,4 +1,4 @@
-"""The same batch on one rank and on two, in every layout: the same digits."""
+"""The same batch on one rank and on two, in every layout, gives equal results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def alone(models):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, family, layout):
+def test_two_ranks_compute_the_same_as_one_rank(models, alone, two_ranks, family, layout):
     wanted = alone[family]
     first, second = two_ranks.run(
         score_and_train, models[family], TRAIN | {**LAYOUTS, **EXPERTS}[layout]
@@ -74,10 +74,8 @@ def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, family, l
         ("qwen3_moe", "expert parallel, distributed optimizer"),
     ],
 )
-def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(
-    models, two_ranks, family, layout
-):
-    """However many micro-batches a step has: Megatron sums when the last of them is through."""
+def test_overlapped_gradient_reduction_gives_equal_gradients(models, two_ranks, family, layout):
+    """Megatron reduces after the last micro-batch, for any number of micro-batches."""
     train = TRAIN | {"loss": {}} | {**LAYOUTS, **EXPERTS}[layout]
     wanted, _ = two_ranks.run(train_on_any_number, models[family], train)
     overlapped = train | {"megatron": {"overlap_grad_reduce": True, "bucket_size": 5000}}
@@ -95,7 +93,7 @@ def test_gradients_that_are_summed_during_the_backward_pass_are_the_same(
     ("family", "layout"),
     [("qwen3", "data parallel, distributed optimizer"), ("qwen3_moe", "expert parallel")],
 )
-def test_nothing_is_left_of_an_engine_that_was_closed(models, two_ranks, family, layout):
+def test_a_closed_engine_leaves_no_threads(models, two_ranks, family, layout):
     for had, left in two_ranks.run(
         gloo_threads_left,
         models[family],

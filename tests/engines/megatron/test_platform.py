@@ -22,11 +22,12 @@ def run(source: str) -> dict:
     return names
 
 
-def test_literals_that_say_cuda_mean_the_cpu():
+def test_cuda_literals_are_replaced_by_cpu():
     names = run(
         '"""A module."""\nfrom __future__ import annotations\nimport torch\n'
         'a = torch.empty(2, device="cuda")\nb = torch.ones(2).cuda(non_blocking=True)\n'
-        'c = torch.empty(1, pin_memory=True)\nd = "torch.cuda.FloatTensor"\ne = torch.cuda.current_device()\n'
+        'c = torch.empty(1, pin_memory=True)\nd = "torch.cuda.FloatTensor"\n'
+        "e = torch.cuda.current_device()\n"
     )
     assert names["__doc__"] == "A module."
     assert {names[name].device.type for name in "abc"} == {"cpu"}
@@ -40,12 +41,15 @@ def test_torch_itself_is_untouched():
     assert torch.cuda.Stream is not CUDA.Stream
 
 
-def test_what_is_not_listed_is_torchs_own():
+def test_other_attributes_of_torch_cuda_are_unchanged():
     assert CUDA.OutOfMemoryError is torch.cuda.OutOfMemoryError
 
 
-def test_it_refuses_to_come_after_megatron():
-    program = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('x'); import rlpipe.engines.megatron.platform"
+def test_importing_the_platform_after_megatron_is_an_error():
+    program = (
+        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('x'); "
+        "import rlpipe.engines.megatron.platform"
+    )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

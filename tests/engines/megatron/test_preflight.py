@@ -1,5 +1,4 @@
-"""Arguments that Megatron-core does not take together are found before a rank is started
-(rlpipe.engines.megatron.preflight)."""
+"""Contradictory arguments are found before a rank starts (rlpipe.engines.megatron.preflight)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from rlpipe.errors import ConfigError
 
 
 def given(directory: str, **train: Any) -> dict[str, Any]:
-    """What the process that checks is given."""
+    """Return the request to the process of the check."""
     model = ModelConfig(
         source=HuggingFaceModel(type="huggingface", hf_checkpoint=directory), dtype="float32"
     )
@@ -64,7 +63,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
         ("qwen3_moe", {"parallel": {"tensor_model_parallel_size": 2}}, "sequence parallelism"),
     ],
 )
-def test_what_the_ranks_would_refuse_is_refused_without_them(models, family, train, words):
+def test_preflight_refuses_arguments_that_the_ranks_refuse(models, family, train, words):
     error = refused(given(models[family], **train))
     assert error is not None
     assert words in str(ConfigError(**error))
@@ -95,12 +94,12 @@ def test_what_the_ranks_would_refuse_is_refused_without_them(models, family, tra
         ),
     ],
 )
-def test_what_the_ranks_take_is_taken(models, family, train):
+def test_preflight_accepts_arguments_that_the_ranks_accept(models, family, train):
     assert refused(given(models[family], **train)) is None
 
 
 @pytest.mark.integration
-def test_it_is_checked_in_a_process_of_its_own(models):
+def test_the_check_runs_in_a_separate_process(models):
     model = ModelConfig(
         source=HuggingFaceModel(type="huggingface", hf_checkpoint=models["qwen3"]), dtype="float32"
     )

@@ -1,4 +1,4 @@
-"""What is drawn after a checkpoint was loaded (rlpipe.engines.megatron.reproducibility)."""
+"""Random state after loading a checkpoint (rlpipe.engines.megatron.reproducibility)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drawn() -> tuple[float, ...]:
     return random.random(), float(np.random.random()), float(torch.rand(1))
 
 
-def test_it_is_what_would_have_been_drawn_after_it_was_saved_or_in_another_split_of_the_world_after_the_seed(
+def test_loading_restores_the_random_state_or_seeds_again_in_another_layout(
     models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = reproducibility.sharded_random_state
@@ -45,9 +45,7 @@ def test_it_is_what_would_have_been_drawn_after_it_was_saved_or_in_another_split
         assert drawn() == first
 
 
-def test_a_critic_that_moves_brings_no_random_state_to_the_policy_and_begins_its_own_with_the_seed(
-    models, tmp_path: Path
-):
+def test_a_moved_critic_does_not_change_the_policys_random_state(models, tmp_path: Path):
     with closing(apart.shared(models["qwen3"], {}, free_port(), {})) as ours:
         first = drawn()
         ours.load_hf()

@@ -1,5 +1,4 @@
-"""The determinism switch: the same batches give the same bits, however often and in whichever
-process."""
+"""The determinism switch: equal batches give equal bits in every process."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ ITERATIONS = 6
 def replay(
     rank: int, world_size: int, port: int, model_dir: str, train: dict, later_ports: list[int]
 ) -> list[list[str]]:
-    """State digests of 12 packed optimizer steps, in fresh engines, one for each port."""
+    """Return state digests after 12 packed optimizer steps, in one fresh engine per port."""
     found = []
     for meeting in (port, *later_ports):
         ours = engine(
@@ -54,7 +53,7 @@ def replay(
 
 @pytest.fixture
 def switched_back():
-    """Other tests run with the switch off."""
+    """Switch determinism off after the test."""
     yield
     reproducibility.set_deterministic(False)
 
@@ -78,7 +77,7 @@ def test_replays_on_two_data_parallel_ranks_give_the_same_bits(models, two_ranks
     assert len(set(first)) == ITERATIONS
 
 
-def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_back):
+def test_the_switch_sets_torch_and_megatron_and_can_be_reverted(models, switched_back):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port(), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.deterministic
@@ -91,9 +90,7 @@ def test_the_switch_reaches_torch_and_megatron_and_goes_back(models, switched_ba
     ours.close()
 
 
-def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(
-    monkeypatch, switched_back
-):
+def test_determinism_after_nondeterministic_use_of_cuda_is_refused(monkeypatch, switched_back):
     monkeypatch.setattr(reproducibility.platform, "CUDA_FOUND", True)
     monkeypatch.setattr(reproducibility, "_used_nondeterministic_cuda", False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
@@ -105,7 +102,7 @@ def test_a_process_whose_engine_has_used_cuda_without_the_variables_is_refused(
         reproducibility.set_deterministic(True)
 
 
-def test_the_switch_is_one_key_and_not_megatron_s(models):
+def test_megatrons_deterministic_mode_is_refused_as_an_argument(models):
     with pytest.raises(ConfigError, match="use deterministic"):
         engine(
             models["qwen3"], TrainConfig(megatron={"deterministic_mode": True}), 0, 1, free_port()

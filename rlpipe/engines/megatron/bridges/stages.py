@@ -81,6 +81,7 @@ def _broadcast_stage(own: Iterator[NamedTensor] | None, stage: int) -> Iterator[
                 for name, shape, dtype in message[0]
             ]
         for name, tensor in chunk:
+            # A split tensor can be a view with strides, and broadcast needs contiguous memory.
             full = tensor.contiguous()
             dist.broadcast(full, src=source, group=group)
             yield name, full

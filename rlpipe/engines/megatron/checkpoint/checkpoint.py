@@ -115,9 +115,11 @@ def save(
             pack(model_dir, unfinished / CARRIED)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
+        # Replace the marker atomically, after the folder has its final name.
         marker = Path(directory) / LATEST
         marker.with_suffix(".new").write_text(str(iteration))
         marker.with_suffix(".new").replace(marker)
+    # No rank returns before rank 0 has renamed the folder.
     torch.distributed.barrier()
     return folder
 
@@ -369,6 +371,8 @@ def _latest(directory: str | Path) -> Path:
 
 
 def _metadata(trained: TrainedModel) -> dict[str, Any]:
+    # The layout of the stored tensors. Loading uses the values of the checkpoint's content
+    # metadata.
     metadata = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

@@ -187,7 +187,10 @@ def _chunks(lengths: np.ndarray, cp_size: int, cp_rank: int) -> tuple[np.ndarray
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:
-    """Group segments so that the longest is less than twice the shortest of each group."""
+    """Group segments so that the longest is less than twice the shortest of each group.
+
+    So less than half of a block is padding.
+    """
     order = np.argsort(-lengths, kind="stable")
     groups = []
     start = 0

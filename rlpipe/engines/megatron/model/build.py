@@ -145,6 +145,8 @@ def open_model(
         pad_to=train.megatron.get(PAD_TO, 1),
         **{
             "sequence_parallel": train.parallel.sequence_parallel,
+            # Our losses carry their weights, so gradients are sums: Megatron must not average over
+            # micro-batches or ranks.
             "calculate_per_token_loss": True,
             "deallocate_pipeline_outputs": False,
             "deterministic_mode": deterministic,
@@ -242,6 +244,7 @@ def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) 
         **model_arguments(bridge),
     )
     model.set_vocabulary(hf_config.vocab_size)
+    # Megatron's gradient norm reads these attributes of every parameter.
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.to(platform.device())
@@ -265,6 +268,7 @@ def optimizer_config(
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
+        # Megatron requires a minimum of at most the learning rate.
         min_lr=min(config.min_lr, config.lr),
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
@@ -288,6 +292,7 @@ def _scheduler(
         max_lr=config.lr,
         min_lr=min(config.min_lr, config.lr),
         lr_warmup_steps=config.lr_warmup_steps,
+        # Megatron requires more decay steps than warm-up steps.
         lr_decay_steps=max(
             config.lr_decay_steps or total_optimizer_steps, config.lr_warmup_steps + 1
         ),

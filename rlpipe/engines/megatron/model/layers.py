@@ -160,9 +160,13 @@ class Attention(SelfAttention):
         return (
             plain
             and norms
+            # The whole head is rotated, by one set of angles.
             and rotation.shape[1:] == (1, 1, size)
+            # Triton's ranges are powers of two.
             and size & (size - 1) == 0
+            # No key head is shared by several tensor parallel ranks.
             and (config.num_query_groups or 0) >= self.world_size
+            # YaRN's factor would scale cosine and sine.
             and _yarn_get_concentration_factor_from_config(config) == 1.0
         )
 

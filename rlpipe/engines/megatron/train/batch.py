@@ -78,6 +78,7 @@ def pack(
     parallel ranks in its own segment, so that each sample's segment depends on its tokens alone.
     """
     chosen = np.asarray(samples, np.int64)
+    # A rank without samples still runs its micro-batch, because the passes have collectives.
     lengths = batch.lengths[chosen] if len(chosen) else np.ones(1, np.int64)
     padded = _padded_lengths(lengths, part, separate_padding)
     starts = (np.cumsum(padded) - padded)[: len(lengths)]

@@ -34,9 +34,11 @@ def update(trained: TrainedModel, where: str) -> dict[str, float]:
     Returns `grad_norm` before clipping and the `lr` of the step. Raises: TrainerError if a gradient
     is not finite.
     """
+    # Read before the schedule advances.
     learning_rate = max(group["lr"] for group in trained.optimizer.param_groups)
     outcome: Any = trained.optimizer.step()
     updated, norm, _ = outcome
+    # Without clipping the step does not compute the norm.
     norm = float(trained.optimizer.get_grad_norm() if norm is None else norm)
     if not updated or not math.isfinite(norm):
         raise TrainerError(

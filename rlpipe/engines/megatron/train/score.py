@@ -41,6 +41,7 @@ def score(
     outputs = run_passes(
         scorer,
         (pack(batch, samples, part, only_masked_in=False) for samples in micro_batches),
+        # Megatron's schedule requires a scalar loss, also without gradients.
         lambda micro, log_probs, _entropy: (log_probs.sum(), (micro.response_index, log_probs)),
         num_micro_batches=len(micro_batches),
         temperature=temperature,
@@ -70,5 +71,6 @@ def assembled_column(
     if reports_token_results():
         for index, values in outputs:
             result[torch.from_numpy(index).to(result.device)] = values
+    # Every token has one reporting rank, so the sum is the value itself.
     torch.distributed.all_reduce(result)
     return result.cpu().numpy()

@@ -147,6 +147,7 @@ class _PolicyRun:
         """Take one optimizer step and return its metrics. Collective."""
         trained = self.trained
         batch = self.batch
+        # The samples of all data parallel ranks: the weights depend on the whole step.
         samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
         weights = step_weights(batch, samples, self.loss, self.hook_args)
         micro_batches = step[parallel_state.get_data_parallel_rank()]

@@ -55,6 +55,7 @@ def step_weights(
             kept=kept,
         )
 
+    # Metrics are averaged over all tokens of the loss mask, rejected tokens included.
     averaged = weights(part.loss_mask, None).astype(np.float64)
     policy = None
     if path := loss.custom_pg_loss_reducer_function_path:

@@ -1,4 +1,4 @@
-"""What bridges read of a directory and refuse of it (rlpipe.engines.megatron.bridges)."""
+"""Bridges: files they read, files they refuse (rlpipe.engines.megatron.bridges)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def edit(directory: str | Path, **values: Any) -> None:
 
 
 def draft_layer(number: int) -> dict[str, torch.Tensor]:
-    """A layer that predicts a further token, in so far as anything is read of it."""
+    """Return a multi-token prediction layer, with the tensors that are read."""
     values = torch.Generator().manual_seed(1)
     shapes = {
         "eh_proj.weight": (8, 16),
@@ -57,13 +57,13 @@ def moonlight(tmp_path_factory) -> str:
 
 @pytest.fixture
 def copy(moonlight, tmp_path) -> Path:
-    """A directory of one's own to spoil."""
+    """Copy a directory, to damage the copy."""
     for file in Path(moonlight).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
 
 
-def test_draft_layers_go_through_an_export_bit_for_bit_with_the_trained_embedding(copy):
+def test_an_export_copies_draft_layers_with_the_trained_embedding(copy):
     stored = load_file(copy / "model.safetensors")
     draft = draft_layer(2) | {
         "model.layers.2.embed_tokens.weight": stored["model.embed_tokens.weight"].clone(),
@@ -89,7 +89,7 @@ def test_draft_layers_go_through_an_export_bit_for_bit_with_the_trained_embeddin
     assert all(torch.equal(other[name], tensor) for name, tensor in draft_layer(2).items())
 
 
-def test_weights_in_fp8_are_read_whole(copy):
+def test_fp8_weights_are_dequantised(copy):
     stored = load_file(copy / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
     large = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
@@ -108,7 +108,7 @@ def test_weights_in_fp8_are_read_whole(copy):
     assert files.load_one_hf_weight("lm_head.weight").equal(stored["lm_head.weight"])
 
 
-def test_an_export_of_fp8_weights_does_not_say_that_it_is_quantised(copy):
+def test_an_export_of_fp8_weights_has_no_quantization_config(copy):
     edit(copy, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     ours = engine(str(copy), TrainConfig(), 0, 1, free_port())
     try:
@@ -119,13 +119,13 @@ def test_an_export_of_fp8_weights_does_not_say_that_it_is_quantised(copy):
     assert "quantization_config" not in json.loads((copy / "out" / "config.json").read_text())
 
 
-def test_other_quantisations_are_refused(copy):
+def test_unsupported_quantisations_are_refused(copy):
     edit(copy, quantization_config={"quant_method": "compressed-tensors"})
     with pytest.raises(ConfigError, match=r"compressed-tensors"):
         read_config(str(copy))
 
 
-def test_kimi_is_read_as_what_it_is_without_its_own_code(copy):
+def test_kimi_is_read_as_deepseek_v3_without_its_own_code(copy):
     edit(
         copy,
         model_type="kimi_k2",
@@ -136,7 +136,7 @@ def test_kimi_is_read_as_what_it_is_without_its_own_code(copy):
 
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic"])
-def test_a_rotation_that_would_be_left_out_is_refused(tmp_path, kind):
+def test_an_unsupported_rotation_is_refused(tmp_path, kind):
     directory = make("qwen3", tmp_path)
     edit(directory, rope_parameters={"rope_type": kind, "rope_theta": 1e6, "factor": 4.0})
     with pytest.raises(ConfigError, match=rf"(?s)rope_type = '{kind}'.*'default' for qwen3"):
@@ -152,14 +152,14 @@ def test_a_rotation_that_would_be_left_out_is_refused(tmp_path, kind):
         ("llama3.2", {"rope_parameters": {"rope_type": "llama3"}}, "in rope_parameters"),
     ],
 )
-def test_what_megatron_would_compute_otherwise_is_refused(tmp_path, family, changed, word):
+def test_settings_that_megatron_computes_differently_are_refused(tmp_path, family, changed, word):
     directory = make(family, tmp_path)
     edit(directory, **changed)
     with pytest.raises(ConfigError, match=word):
         engine(directory, TrainConfig(), 0, 1, free_port())
 
 
-def test_missing_weights_are_named(copy):
+def test_missing_weights_are_named_in_the_error(copy):
     stored = load_file(copy / "model.safetensors")
     del stored["model.norm.weight"]
     save_file(stored, copy / "model.safetensors")
@@ -184,13 +184,13 @@ def test_a_source_without_draft_layers_adds_nothing(moonlight):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_whole_down_projections_are_summed_over_sequence_parallel_ranks(shared: bool):
+def test_down_projections_are_marked_sequence_parallel(shared: bool):
     config: Any = Namespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=shared)
     projection = DownProjection(config, 3)
     assert projection.weight.sequence_parallel is shared and projection.weight.shape == (3, 4)
 
 
-def test_a_rotation_has_what_the_model_says_of_it():
+def test_rotation_settings_come_from_the_config():
     said = {
         "rope_type": "yarn",
         "factor": 4.0,

@@ -1,5 +1,4 @@
-"""Every family of models against transformers: what is computed, what is trained, what is
-written."""
+"""Every family of models against transformers: scores, training, exports."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ TRAIN = TrainConfig.model_validate(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_computed_trained_and_written_as_transformers_does(family, tmp_path):
+def test_a_family_scores_trains_and_exports_like_transformers(family, tmp_path):
     directory = make(family, tmp_path / "model")
     ours = engine(directory, TRAIN, 0, 1, free_port())
     theirs = reference.load(directory)
@@ -71,7 +70,7 @@ LAYOUTS = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_two_ranks_compute_what_one_computes(family, two_ranks, tmp_path):
+def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
     directory = make(family, tmp_path)
     train = TRAIN.model_dump() | {"loss": {"kl_loss_coef": 0.05}}
     alone = score_and_train(0, 1, free_port(), directory, train, 1)
@@ -87,9 +86,7 @@ def test_two_ranks_compute_what_one_computes(family, two_ranks, tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("family", ["glm4", "deepseek_v3"])
-def test_layers_of_our_own_are_saved_in_one_layout_and_loaded_in_another(
-    family, two_ranks, tmp_path
-):
+def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}
     first, second = two_ranks.run(

@@ -1,4 +1,4 @@
-"""A vocabulary that tensor parallelism does not divide: padded in the trainer, and nowhere else."""
+"""A vocabulary that tensor parallelism does not divide is padded in the trainer only."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def padding(trained: Any) -> list[torch.Tensor]:
-    """This rank's rows of padding: of weights, and of the optimizer where it does not share its
-    state out."""
+    """Return this rank's padding rows: of weights, and of an optimizer that is not sharded."""
     rank = torch.distributed.get_rank()
     model = trained.model
     found = []
@@ -91,8 +90,7 @@ def trained_and_saved(
     directory: str,
     resumed: bool,
 ) -> dict[str, Any]:
-    """Begin, or go on from a checkpoint; train one iteration; save. What is exported, and the
-    largest entry of padding."""
+    """Start or resume, train one iteration and save; return the export and the largest padding."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         if resumed:
@@ -122,7 +120,7 @@ def exported(
     checkpoint: str,
     directory: str,
 ) -> None:
-    """Load a converted checkpoint's weights and write them as a Hugging Face directory."""
+    """Load the weights of a converted checkpoint and write them as a Hugging Face directory."""
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         load_checkpoint_weights(ours.trained, Path(checkpoint))
@@ -132,10 +130,8 @@ def exported(
 
 
 @pytest.mark.parametrize("shares", [(49, 48), (50, 47, 0), (97, 0)])
-def test_ranks_with_fewer_columns_or_none_have_the_log_probs_and_gradients_of_one(
-    shares, monkeypatch
-):
-    """Each rank in turn: what it is told of the others is what they found by themselves."""
+def test_ranks_with_few_or_no_columns_equal_one_rank(shares, monkeypatch):
+    """Each rank runs alone; its collectives return the sums that the other ranks computed."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(12, 8, generator=generator)
     weight = torch.randn(TOKENS, 8, generator=generator)
@@ -194,7 +190,7 @@ def test_ranks_with_fewer_columns_or_none_have_the_log_probs_and_gradients_of_on
     )
 
 
-def test_a_vocabulary_that_needs_no_padding_has_none_and_keeps_its_digest(models):
+def test_a_vocabulary_that_needs_no_padding_keeps_its_digest(models):
     digests = []
     for megatron in ({}, {"make_vocab_size_divisible_by": 32}):
         ours = engine(models["qwen3"], TrainConfig(megatron=megatron), 0, 1, free_port())
@@ -206,7 +202,7 @@ def test_a_vocabulary_that_needs_no_padding_has_none_and_keeps_its_digest(models
     assert digests[0] == digests[1]
 
 
-def test_what_the_vocabulary_is_padded_to_is_checked(odd):
+def test_a_padding_multiple_below_one_is_refused(odd):
     check_megatron({"make_vocab_size_divisible_by": 64})
     with pytest.raises(ConfigError, match="make_vocab_size_divisible_by"):
         check_megatron({"make_vocab_size_divisible_by": "64"})
@@ -220,7 +216,7 @@ def test_what_the_vocabulary_is_padded_to_is_checked(odd):
         )
 
 
-def test_one_rank_with_padding_is_computed_and_written_as_without(odd, tmp_path: Path):
+def test_padding_on_one_rank_changes_no_result(odd, tmp_path: Path):
     train = TrainConfig.model_validate({"max_tokens_per_gpu": 64, **WIDE})
     ours = engine(odd["qwen2"], train, 0, 1, free_port())
     batch = make_batch(vocabulary=TOKENS)
@@ -245,7 +241,7 @@ def test_one_rank_with_padding_is_computed_and_written_as_without(odd, tmp_path:
 @pytest.mark.integration
 @pytest.mark.parametrize("family", ["qwen2", "llama3.2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_what_one_and_transformers_do(odd, two_ranks, family: str, layout: str):
+def test_two_padded_ranks_equal_one_rank_and_transformers(odd, two_ranks, family: str, layout: str):
     alone = score_and_train(0, 1, free_port(), odd[family], TRAIN, 1)
     first, second = two_ranks.run(score_and_train, odd[family], TRAIN | LAYOUTS[layout], 1)
     assert first["digest"] == second["digest"]
@@ -259,7 +255,7 @@ def test_two_ranks_compute_what_one_and_transformers_do(odd, two_ranks, family: 
 
 
 @pytest.mark.integration
-def test_a_loss_of_logits_and_a_critic_do_not_see_padding(odd, two_ranks, tmp_path: Path):
+def test_padding_does_not_change_a_loss_of_logits_or_a_critic(odd, two_ranks, tmp_path: Path):
     (tmp_path / "mine.py").write_text(POLICY)
     loss = {"type": "custom", "custom_loss_function_path": f"{tmp_path}/mine.py:policy_loss"}
     jobs: list[tuple[Any, dict[str, Any], Any]] = [
@@ -277,7 +273,7 @@ def test_a_loss_of_logits_and_a_critic_do_not_see_padding(odd, two_ranks, tmp_pa
 @pytest.mark.integration
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "llama3.2"])
-def test_a_checkpoint_goes_on_in_another_layout_and_back(
+def test_a_padded_checkpoint_loads_in_another_layout_and_back(
     odd, two_ranks, tmp_path: Path, family: str, distributed: bool
 ):
     train = TRAIN | {"use_distributed_optimizer": distributed}
@@ -305,7 +301,7 @@ def test_a_checkpoint_goes_on_in_another_layout_and_back(
 
 
 @pytest.mark.integration
-def test_conversions_and_exports_have_every_bit_and_no_padding(odd, two_ranks, tmp_path: Path):
+def test_conversions_and_exports_have_equal_bits_and_no_padding(odd, two_ranks, tmp_path: Path):
     to_torch_dist(Path(odd["qwen2"]), tmp_path / "converted")
     two_ranks.run(
         exported,

@@ -1,5 +1,4 @@
-"""Each pipeline stage's own weights, and pushes in which each stage sends them
-(rlpipe.sync.transports.staged) into a real engine."""
+"""Weights of each pipeline stage, and pushes by stages (rlpipe.sync.transports.staged)."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ async def holds(live: Live, model: Any) -> str:
         ("qwen3_moe", {"expert_model_parallel_size": 2}, [True, False]),
     ],
 )
-def test_the_stages_together_hold_the_model_bit_for_bit(
+def test_the_weights_of_all_stages_equal_the_model(
     models, two_ranks, family: str, parallel: dict, senders: list[bool]
 ):
     found = two_ranks.run(export_both_ways, models[family], parallel)
@@ -61,7 +60,7 @@ def test_the_stages_together_hold_the_model_bit_for_bit(
 
 
 @pytest.mark.integration
-def test_after_a_push_by_two_stages_the_engine_is_the_new_model_and_the_groups_are_kept(
+def test_a_push_by_two_stages_updates_the_engine_and_keeps_the_groups(
     live, two_ranks, tmp_path: Path
 ):
     live.model = [make_model(tmp_path / str(seed), seed=seed) for seed in (31, 32)][-1]
@@ -75,7 +74,7 @@ def test_after_a_push_by_two_stages_the_engine_is_the_new_model_and_the_groups_a
 
 
 @pytest.mark.integration
-def test_a_stage_whose_group_an_engine_has_left_ends_the_push_and_the_next_one_makes_all_groups_anew(
+def test_a_broken_group_fails_the_push_and_the_next_push_opens_new_groups(
     live, two_ranks, tmp_path
 ):
     live.model = [make_model(tmp_path / str(seed), seed=seed) for seed in (33, 34, 35)][-1]

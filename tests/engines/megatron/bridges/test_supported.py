@@ -1,4 +1,4 @@
-"""config.json against what the trainer computes (rlpipe.engines.megatron.bridges.supported)."""
+"""Check of config.json against the trainer's layers (rlpipe.engines.megatron.bridges.supported)."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_a_published_model_is_accepted(name: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_of_a_default_model_is_accepted(family: str):
+def test_default_configs_of_transformers_are_accepted(family: str):
     written = json.loads(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
     check_config(written, family)
     known = {
@@ -279,7 +279,7 @@ def test_what_transformers_writes_of_a_default_model_is_accepted(family: str):
     assert known == {name: written[name] for name in known}
 
 
-def test_transformers_has_no_type_that_is_another_by_name_here():
+def test_transformers_does_not_have_the_renamed_model_types():
     assert not SAME_AS.keys() & set(CONFIG_MAPPING)
 
 
@@ -384,15 +384,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "changed", "key"), REFUSED)
-def test_what_the_trainer_does_not_compute_is_refused_by_name(
-    model: str, changed: dict[str, Any], key: str
-):
+def test_unsupported_keys_are_refused_by_name(model: str, changed: dict[str, Any], key: str):
     with pytest.raises(ConfigError) as caught:
         check_config({**PUBLISHED[model], **changed}, model)
     assert key in str(caught.value.where)
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_one_error_names_all_unsupported_keys():
     with pytest.raises(
         ConfigError, match=r"(?s)attention_bias, mlp_bias.*attention_bias = True; mlp_bias = True"
     ):
@@ -402,8 +400,13 @@ def test_all_that_is_wrong_is_said_at_once():
 
 
 def test_the_check_needs_neither_torch_nor_transformers():
-    told = "import sys, rlpipe.engines.megatron.bridges.supported; print({'torch', 'transformers'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True)
+    program = (
+        "import sys, rlpipe.engines.megatron.bridges.supported; "
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert found.stdout.strip() == "set()"
 
 
@@ -444,7 +447,7 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_rotation_under_its_new_name_alone_is_the_one_that_is_computed(tmp_path: Path):
+def test_a_rotation_under_its_new_name_alone_is_used(tmp_path: Path):
     rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "glm4", "rope_parameters": rope})
@@ -454,7 +457,7 @@ def test_a_rotation_under_its_new_name_alone_is_the_one_that_is_computed(tmp_pat
 
 
 @pytest.mark.parametrize(("family", "changed"), COMPUTED)
-def test_what_is_accepted_is_computed_as_transformers_does(
+def test_accepted_configs_score_like_transformers(
     family: str, changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(families.FAMILIES, "changed", {**families.FAMILIES[family], **changed})

@@ -1,4 +1,4 @@
-"""Save, load, go on: bit for bit, in place and in a fresh engine; and into other layouts."""
+"""Save and load: bit for bit, in the same and in a fresh engine, and in other layouts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def check(digests: dict) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_resumed_training_is_straight_training(models, tmp_path, distributed_optimizer, dtype):
+def test_resumed_training_equals_uninterrupted_training(
+    models, tmp_path, distributed_optimizer, dtype
+):
     train = TRAIN | {"use_distributed_optimizer": distributed_optimizer}
     check(
         save_and_resume(
@@ -59,7 +61,9 @@ def test_resumed_training_is_straight_training(models, tmp_path, distributed_opt
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", TWO_RANKS)
-def test_resumed_training_is_straight_training_on_two_ranks(models, two_ranks, tmp_path, layout):
+def test_resumed_training_equals_uninterrupted_training_on_two_ranks(
+    models, two_ranks, tmp_path, layout
+):
     train = TRAIN | TWO_RANKS[layout]
     first, second = two_ranks.run(
         save_and_resume, models["qwen3"], train, str(tmp_path), free_port()
@@ -74,7 +78,7 @@ def test_resumed_training_is_straight_training_on_two_ranks(models, two_ranks, t
 
 
 @pytest.mark.integration
-def test_version_zero_is_a_checkpoint_like_any_other(models, tmp_path):
+def test_weight_version_zero_can_be_saved_and_loaded(models, tmp_path):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     ours.load_hf()
     before = ours.state_digest()
@@ -87,7 +91,7 @@ def test_version_zero_is_a_checkpoint_like_any_other(models, tmp_path):
 
 
 @pytest.mark.integration
-def test_a_checkpoint_replaces_what_an_interrupted_one_left_and_starts_no_process(models, tmp_path):
+def test_a_checkpoint_replaces_an_interrupted_one_and_starts_no_process(models, tmp_path):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     ours.load_hf()
     before = ours.state_digest()
@@ -121,7 +125,7 @@ def test_a_full_disk_is_an_error(models, tmp_path, monkeypatch):
     ours.close()
 
 
-def test_a_checkpoint_that_is_not_there_is_named(models, tmp_path):
+def test_a_missing_checkpoint_is_named_in_the_error(models, tmp_path):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     with pytest.raises(TrainerError, match="no checkpoint in this directory"):
         ours.load_checkpoint(tmp_path)
@@ -130,7 +134,7 @@ def test_a_checkpoint_that_is_not_there_is_named(models, tmp_path):
     ours.close()
 
 
-def test_without_room_nothing_is_written_and_the_error_says_how_much_is_needed(
+def test_without_disk_space_nothing_is_written_and_the_error_names_the_need(
     models, tmp_path, monkeypatch
 ):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
@@ -142,7 +146,7 @@ def test_without_room_nothing_is_written_and_the_error_says_how_much_is_needed(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_there_must_be_room_for_all_that_is_written_at_the_same_time(models, tmp_path, monkeypatch):
+def test_disk_space_is_required_for_all_concurrent_checkpoints(models, tmp_path, monkeypatch):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     ours.load_hf()
     needed = checkpoint._disk_space([ours.trained], tmp_path / "iter_0000001").needed_bytes
@@ -167,7 +171,7 @@ def test_there_must_be_room_for_all_that_is_written_at_the_same_time(models, tmp
     ],
     ids=["data parallel", "pipeline parallel", "expert parallel"],
 )
-def test_a_checkpoint_is_as_large_as_it_was_said_to_be(
+def test_a_checkpoint_has_the_predicted_size(
     models, two_ranks, tmp_path, family, parallel, distributed_optimizer, dtype
 ):
     train = TRAIN | {"parallel": parallel, "use_distributed_optimizer": distributed_optimizer}
@@ -179,9 +183,7 @@ def test_a_checkpoint_is_as_large_as_it_was_said_to_be(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_the_configuration_decides_the_optimizer_s_settings_and_not_the_checkpoint(
-    models, tmp_path, distributed_optimizer
-):
+def test_the_configuration_decides_the_optimizer_settings(models, tmp_path, distributed_optimizer):
     """Learning rate, betas and eps of another run's checkpoint would otherwise be trained with."""
 
     def settings(ours) -> list[dict]:

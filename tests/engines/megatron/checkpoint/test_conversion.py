@@ -35,7 +35,7 @@ SMALL = 60_000
 
 @pytest.fixture
 def model(models, tmp_path):
-    """A copy of a family's directory, with what a real one has beside its weights."""
+    """A copy of a family's directory, with the other files of a real model."""
 
     def made(family: str) -> Path:
         directory = tmp_path / family
@@ -54,7 +54,7 @@ def model(models, tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
-def test_there_and_back_is_the_same_bits_and_files(model, tmp_path, family):
+def test_a_round_trip_gives_equal_bits_and_files(model, tmp_path, family):
     """qwen3 is tied, the others are not."""
     there = to_torch_dist(model(family), tmp_path / "dist", shard_bytes=SMALL)
     back = to_hf(tmp_path / "dist", tmp_path / "back", shard_bytes=SMALL)
@@ -78,9 +78,7 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.integration
-def test_what_was_converted_is_what_the_trainer_reads_from_the_directory(
-    model, two_ranks, tmp_path
-):
+def test_a_converted_checkpoint_loads_like_the_directory(model, two_ranks, tmp_path):
     directory = model("qwen3_moe")
     to_torch_dist(directory, tmp_path / "dist", shard_bytes=SMALL)
     expected = load_all(directory)
@@ -109,7 +107,7 @@ def test_what_was_converted_is_what_the_trainer_reads_from_the_directory(
     ],
     ids=lambda parallel: next(iter(parallel)),
 )
-def test_a_trained_checkpoint_of_any_layout_becomes_a_directory_without_its_model(
+def test_a_trained_checkpoint_of_any_layout_converts_without_its_model_directory(
     model, two_ranks, tmp_path, parallel
 ):
     directory = model("qwen3_moe")
@@ -136,7 +134,7 @@ def test_the_older_format_is_read_in_every_layout(model, tmp_path, sizes):
 
 
 @pytest.mark.integration
-def test_an_interrupted_conversion_goes_on_and_a_finished_one_is_left_alone(model, tmp_path):
+def test_an_interrupted_conversion_continues_and_a_finished_one_is_kept(model, tmp_path):
     class Stopped(Exception):
         pass
 
@@ -166,7 +164,7 @@ def test_an_interrupted_conversion_goes_on_and_a_finished_one_is_left_alone(mode
 
 
 @pytest.mark.integration
-def test_a_start_with_another_source_begins_anew(model, tmp_path):
+def test_a_conversion_of_another_source_starts_over(model, tmp_path):
     def stop(done: int, _total: int, _what: str) -> None:
         if done:
             raise InterruptedError
@@ -181,7 +179,7 @@ def test_a_start_with_another_source_begins_anew(model, tmp_path):
 
 
 @pytest.mark.integration
-def test_tensors_that_megatron_does_not_have_go_along(model, tmp_path):
+def test_tensors_that_megatron_does_not_have_are_kept(model, tmp_path):
     directory = model("llama")
     extra = {
         "model.layers.2.eh_proj.weight": torch.randn(64, 128),
@@ -197,9 +195,7 @@ def test_tensors_that_megatron_does_not_have_go_along(model, tmp_path):
 
 
 @pytest.mark.integration
-def test_of_a_trained_checkpoint_they_are_the_originals_but_for_copies_of_what_was_trained(
-    model, tmp_path
-):
+def test_untrained_tensors_come_from_the_original_and_copies_from_the_checkpoint(model, tmp_path):
     directory = model("llama")
     extra = {
         "model.layers.2.eh_proj.weight": torch.randn(64, 128),
@@ -231,7 +227,7 @@ def test_of_a_trained_checkpoint_they_are_the_originals_but_for_copies_of_what_w
 
 
 @pytest.mark.integration
-def test_fp8_weights_are_read_as_what_they_stand_for(model, tmp_path):
+def test_fp8_weights_are_converted_dequantised(model, tmp_path):
     directory = model("llama")
     weights = load_all(directory)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -249,7 +245,7 @@ def test_fp8_weights_are_read_as_what_they_stand_for(model, tmp_path):
 
 
 @pytest.mark.integration
-def test_arguments_are_stored_in_megatrons_names(model, tmp_path):
+def test_arguments_are_stored_under_megatrons_names(model, tmp_path):
     to_torch_dist(model("qwen3_moe"), tmp_path / "dist")
     args = Checkpoint(tmp_path / "dist" / "release").args
     assert isinstance(args, Namespace)
@@ -291,7 +287,7 @@ def test_weights_of_another_model_are_refused(model, tmp_path):
         to_hf(tmp_path / "dist", tmp_path / "back", origin=model("qwen3_moe"))
 
 
-def test_what_is_no_checkpoint_and_no_room_are_said(tmp_path, monkeypatch):
+def test_a_missing_checkpoint_and_a_full_disk_are_named_errors(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no checkpoint in this directory"):
         to_hf(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="not a Hugging Face directory"):
@@ -308,7 +304,7 @@ def test_what_is_no_checkpoint_and_no_room_are_said(tmp_path, monkeypatch):
         pass
 
 
-def test_files_of_weights_that_are_cut_off_or_missing_are_said(tmp_path):
+def test_truncated_and_missing_weight_files_are_named_errors(tmp_path):
     save_file({"a": torch.ones(8)}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-4])
@@ -337,7 +333,7 @@ def test_files_of_weights_that_are_cut_off_or_missing_are_said(tmp_path):
 
 
 @pytest.mark.integration
-def test_training_goes_on_from_a_converted_checkpoint(model, tmp_path):
+def test_training_continues_from_a_converted_checkpoint(model, tmp_path):
     directory = model("qwen3")
     to_torch_dist(directory, tmp_path / "dist")
     batch = make_batch()
@@ -354,7 +350,7 @@ def test_training_goes_on_from_a_converted_checkpoint(model, tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_what_an_interrupted_start_left_is_there_for_the_same_conversion_only(tmp_path):
+def test_staged_files_are_kept_for_the_same_conversion_only(tmp_path):
     def begun(name: str) -> bool:
         """Was there a file already? Leaves one, and is interrupted."""
         with (
@@ -377,14 +373,14 @@ def test_what_an_interrupted_start_left_is_there_for_the_same_conversion_only(tm
     ]
 
 
-def test_a_tensor_that_is_larger_than_a_file_has_one_of_its_own():
+def test_a_tensor_above_the_size_limit_gets_its_own_file():
     assert _split([7, 1, 2, 3, 9], 5, int) == [[7], [1, 2], [3], [9]]
 
 
 @pytest.mark.parametrize(
     ("tied", "others"), [(True, ["extra"]), (False, ["lm_head.weight", "extra"])]
 )
-def test_only_the_copy_of_a_tied_embedding_is_no_tensor_of_its_own(tied: bool, others: list[str]):
+def test_the_copy_of_a_tied_embedding_is_not_an_extra_tensor(tied: bool, others: list[str]):
     names: Any = Namespace(names=["model.embed_tokens.weight", "lm_head.weight", "extra"])
     meta_model: Any = Namespace(tied=tied)
     assert _extra_names(names, {"embedding": ["model.embed_tokens.weight"]}, meta_model) == others

@@ -1,4 +1,4 @@
-"""The hash that is made on a device, here on CPU tensors."""
+"""State and its digest; the device hash runs on CPU tensors here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def device_hash(flat: torch.Tensor, *chunk: int) -> list[int]:
 
 
 @given(st.binary(min_size=1, max_size=80), st.data())
-def test_one_other_byte_gives_another_hash(content, data):
+def test_a_changed_byte_changes_the_hash(content, data):
     place = data.draw(st.integers(0, len(content) - 1))
     other = bytearray(content)
     other[place] ^= data.draw(st.integers(1, 255))
@@ -26,18 +26,18 @@ def test_one_other_byte_gives_another_hash(content, data):
 
 
 @given(st.binary(min_size=32, max_size=64).filter(lambda content: content[:8] != content[8:16]))
-def test_the_place_of_a_word_matters(content):
+def test_the_position_of_a_word_changes_the_hash(content):
     swapped = content[8:16] + content[:8] + content[16:]
     assert device_hash(as_tensor(content)) != device_hash(as_tensor(swapped))
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(1, 9))
-def test_it_does_not_depend_on_chunks(content, chunk):
+def test_the_hash_does_not_depend_on_chunks(content, chunk):
     assert device_hash(as_tensor(content), chunk) == device_hash(as_tensor(content))
 
 
 class Balanced(torch.nn.Module):
-    """With a bias that no optimizer holds but a checkpoint does, and a count that neither does."""
+    """A persistent buffer that no optimizer holds, and a buffer that is not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +46,6 @@ class Balanced(torch.nn.Module):
         self.register_buffer("count", torch.zeros(2), persistent=False)
 
 
-def test_weights_are_parameters_and_the_buffers_that_are_saved():
+def test_named_weights_are_parameters_and_persistent_buffers():
     model = torch.nn.Sequential(Balanced(), torch.nn.Linear(2, 2))
     assert sorted(name for name, _ in state.named_weights(model)) == sorted(model.state_dict())

@@ -1,5 +1,4 @@
-"""The operations with backward passes of their own, against torch's automatic ones; and what they
-do not keep."""
+"""Fused operations against torch's autograd, and the tensors that they save."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def leaf(*shape: int) -> torch.Tensor:
 
 
 def assert_same_gradients(ours, plain, *leaves: torch.Tensor) -> None:
-    """Of a weighted sum of everything that the two functions of the leaves return."""
+    """Compare the gradients of a weighted sum of all results of two functions of the leaves."""
     found = []
     for function in (ours, plain):
         results = function(*leaves)
@@ -36,7 +35,7 @@ def assert_same_gradients(ours, plain, *leaves: torch.Tensor) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm_has_torchs_values_and_gradients():
+def test_rms_norm_equals_torch():
     assert_same_gradients(
         lambda x, w: fused.rms_norm(x, w, EPS),
         lambda x, w: rms_norm(x, (40,), w, EPS),
@@ -45,7 +44,7 @@ def test_rms_norm_has_torchs_values_and_gradients():
     )
 
 
-def test_swiglu_has_torchs_values_and_gradients():
+def test_swiglu_equals_torch():
     assert_same_gradients(
         fused.swiglu, lambda both: silu(both[..., :9]) * both[..., 9:], leaf(TOKENS, 1, 18)
     )
@@ -60,7 +59,7 @@ def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("group", [1, 2])
-def test_queries_keys_and_values_are_split_normalised_and_turned(normalised, group):
+def test_query_key_value_equals_torch(normalised, group):
     angles = leaf(TOKENS, SIZE // 2).detach()
     turns = angles.cos(), angles.sin()
 
@@ -81,7 +80,7 @@ def test_queries_keys_and_values_are_split_normalised_and_turned(normalised, gro
     assert_same_gradients(ours, plain, leaf(TOKENS, GROUPS, (group + 2) * SIZE), *weights)
 
 
-def test_what_can_be_made_again_is_not_kept_and_gives_the_same_gradients():
+def test_recomputed_results_are_not_saved_and_give_equal_gradients():
     both = leaf(TOKENS, 18)
     weight = leaf(5, 9)
     gated = fused.swiglu(both)
@@ -97,7 +96,7 @@ def test_what_can_be_made_again_is_not_kept_and_gives_the_same_gradients():
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def test_what_something_else_keeps_is_kept_as_it_is():
+def test_other_saved_tensors_are_unchanged():
     other = leaf(3, 9)
     gated = fused.swiglu(leaf(TOKENS, 18))
     with fused.recomputed_for_backward(gated):

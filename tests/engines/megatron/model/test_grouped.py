@@ -23,7 +23,7 @@ LAYOUTS = {
 }
 
 
-def test_each_group_is_multiplied_by_its_own_weight_and_empty_ones_by_none():
+def test_each_group_is_multiplied_by_its_own_weight():
     random = torch.Generator().manual_seed(0)
     tokens, *weights = (
         torch.randn(*shape, generator=random).requires_grad_()
@@ -55,7 +55,7 @@ def assert_same(found: dict, wanted: dict) -> None:
         assert np.abs(found["after"][name] - weight).max() < 2e-5, name
 
 
-def test_a_model_scores_and_trains_as_with_one_expert_after_another(models, one_after_another):
+def test_grouped_experts_score_and_train_like_sequential_experts(models, one_after_another):
     assert_same(
         score_and_train(0, 1, free_port(), models["qwen3_moe"], TRAIN | {"megatron": TOGETHER}),
         one_after_another,
@@ -64,14 +64,16 @@ def test_a_model_scores_and_trains_as_with_one_expert_after_another(models, one_
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_so_it_does_on_two_ranks(models, one_after_another, two_ranks, layout):
+def test_grouped_experts_equal_sequential_experts_on_two_ranks(
+    models, one_after_another, two_ranks, layout
+):
     train = TRAIN | {"megatron": TOGETHER, "parallel": LAYOUTS[layout]}
     first, second = two_ranks.run(score_and_train, models["qwen3_moe"], train)
     assert first["digest"] == second["digest"]
     assert_same(first, one_after_another)
 
 
-def test_every_expert_layer_of_the_model_is_such_a_one_only_if_asked_for(models):
+def test_grouped_experts_are_used_only_if_configured(models):
     for asked in (False, True):
         config = TrainConfig.model_validate(TRAIN | {"megatron": TOGETHER if asked else {}})
         ours = engine(models["qwen3_moe"], config, 0, 1, free_port())

@@ -1,4 +1,4 @@
-"""Every Triton kernel, in Triton's interpreter on a CPU, against the same formula in torch."""
+"""Every Triton kernel, in Triton's interpreter on a CPU, against the formula in torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logits(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 @BOTH_DTYPES
-def test_the_statistics_of_logits_are_torchs(kernels, dtype):
+def test_statistics_of_logits_equal_torch(kernels, dtype):
     values, targets = logits(dtype)
     close(
         kernels.call("statistics", values, targets, 0.7)[0], vocab._statistics(values, targets, 0.7)
@@ -46,7 +46,7 @@ def test_the_statistics_of_logits_are_torchs(kernels, dtype):
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_the_gradient_at_logits_is_torchs(kernels, with_entropy):
+def test_gradient_of_logits_equals_torch(kernels, with_entropy):
     values, targets = logits()
     top, total, weighted, _ = vocab._statistics(values, targets, 0.7)
     columns = (
@@ -81,7 +81,7 @@ def test_masked_logits_have_finite_statistics_and_no_gradient(kernels):
 
 
 @BOTH_DTYPES
-def test_swiglu_and_its_gradient_are_torchs(kernels, dtype):
+def test_swiglu_and_its_gradient_equal_torch(kernels, dtype):
     both = random(TOKENS, 2 * 70, dtype=dtype)
     grad = random(TOKENS, 70, dtype=dtype)
     close(kernels.call("swiglu", both)[0], fused._gated(both))
@@ -89,7 +89,7 @@ def test_swiglu_and_its_gradient_are_torchs(kernels, dtype):
 
 
 @BOTH_DTYPES
-def test_rms_norm_and_its_gradients_are_torchs(kernels, dtype):
+def test_rms_norm_and_its_gradients_equal_torch(kernels, dtype):
     x = random(TOKENS, 40, dtype=dtype)
     grad = random(40, TOKENS, dtype=dtype).T.contiguous()
     weight = random(40, dtype=dtype)
@@ -101,7 +101,7 @@ def test_rms_norm_and_its_gradients_are_torchs(kernels, dtype):
 
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_heads_and_their_gradients_are_torchs(kernels, group, normalised):
+def test_heads_and_their_gradients_equal_torch(kernels, group, normalised):
     mixed = random(TOKENS, GROUPS, 4 * SIZE)
     weight = random(SIZE) if normalised else None
     angles = random(TOKENS, SIZE // 2)
@@ -119,7 +119,7 @@ def test_heads_and_their_gradients_are_torchs(kernels, group, normalised):
         close(of_weight, wanted_of_weight)
 
 
-def test_the_hash_is_torchs(kernels):
+def test_hash_equals_torch(kernels):
     words = torch.randint(-(2**63), 2**63 - 1, (301,), generator=torch.Generator().manual_seed(0))
     _, (_, found, *_) = kernels.call(
         "hash_", words, torch.zeros(2, dtype=torch.int64), *state._ODD_MULTIPLIERS

@@ -1,5 +1,4 @@
-"""Megatron's specification of layers: what the trainer replaces of it must be Megatron's own
-(rlpipe.engines.megatron.model.layers)."""
+"""A layer specification that is not Megatron's (rlpipe.engines.megatron.model.layers)."""
 
 from __future__ import annotations
 
@@ -37,9 +36,7 @@ def last_norm(block: Any) -> None:
     ("change", "part"),
     [(attention, "core_attention"), (feed_forward, "mlp.linear_fc1"), (last_norm, "layer_norm")],
 )
-def test_a_changed_specification_of_layers_is_refused_and_not_ignored(
-    models, monkeypatch, change, part
-):
+def test_a_changed_layer_specification_is_refused(models, monkeypatch, change, part):
     own = gpt_layer_specs.get_gpt_decoder_block_spec
 
     def changed(*args: Any, **keywords: Any) -> Any:

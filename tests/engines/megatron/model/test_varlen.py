@@ -1,5 +1,4 @@
-"""Packed attention as flash attention takes it: the choice of a library, and segments of context
-parallel ranks."""
+"""Packed attention by flash attention: choice of the library, context parallel segments."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def present(monkeypatch):
-    """Makes these packages, and no other backend's, be there."""
+    """Make these packages importable, and no other backend's."""
 
     def make(*packages: str) -> None:
         monkeypatch.setattr(
@@ -42,7 +41,7 @@ def present(monkeypatch):
         (["flash_attn", "transformer_engine"], "transformer_engine"),
     ],
 )
-def test_the_fastest_library_that_is_there_is_taken_and_said(present, caplog, packages, chosen):
+def test_the_fastest_installed_library_is_chosen_and_logged(present, caplog, packages, chosen):
     present(*packages)
     with caplog.at_level("INFO", varlen.__name__):
         assert varlen.backend() == chosen
@@ -50,7 +49,7 @@ def test_the_fastest_library_that_is_there_is_taken_and_said(present, caplog, pa
 
 
 def one_by_one(query, key, value, segments: Segments, scale: float) -> torch.Tensor:
-    """What every backend computes: the causal rule from the bottom right of each segment."""
+    """Attend as every backend does: with the causal mask from the bottom right of each segment."""
     parts = []
     for (a, b), (c, d) in zip(
         pairwise(segments.queries.tolist()), pairwise(segments.keys.tolist()), strict=True
@@ -72,7 +71,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_context_parallel_ranks_together_compute_what_one_computes(cp_size):
+def test_context_parallel_ranks_equal_one_rank(cp_size):
     lengths = np.array([4, 2, 10]) * cp_size
     starts = np.concatenate([[0], np.cumsum(lengths)])
     query, key, value = (random(int(lengths.sum()), heads, 8) for heads in (4, 2, 2))

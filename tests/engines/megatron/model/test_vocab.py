@@ -38,7 +38,7 @@ def ours(states, weight, targets, *, entropy_gradient=True):
 
 
 @pytest.mark.parametrize("chunk_elements", [2**28, 100, 1])
-def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, chunk_elements):
+def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk_elements):
     monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", chunk_elements)
     mix = torch.linspace(-1, 1, 12)
     results = []
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, chunk_elemen
         assert torch.allclose(wanted, found, atol=1e-5)
 
 
-def test_the_entropy_has_no_gradient_unless_asked_for():
+def test_the_entropy_has_a_gradient_only_if_requested():
     states, weight, targets = inputs()
     log_probs, entropy = ours(states, weight, targets, entropy_gradient=False)
     assert log_probs.requires_grad

@@ -20,7 +20,7 @@ BATCH = BatchColumns.from_lists(
 )
 
 
-def test_samples_stand_one_after_another_and_rows_predict_response_tokens():
+def test_samples_are_concatenated_and_rows_predict_response_tokens():
     micro = pack(BATCH, [2, 1], Slice(), only_masked_in=False)
     assert micro.tokens.tolist() == [[4, 5, 6, 10, 11, 3, 8, 9]]
     assert micro.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
@@ -31,7 +31,7 @@ def test_samples_stand_one_after_another_and_rows_predict_response_tokens():
     assert micro.response_index.tolist() == [3, 4, 1, 2]
 
 
-def test_rows_of_masked_tokens_are_left_out_of_training():
+def test_training_excludes_rows_of_masked_tokens():
     micro = pack(BATCH, [0, 1, 2], Slice(), only_masked_in=True)
     assert micro.targets.tolist() == [7, 8, 11]
     assert micro.column(np.arange(5, dtype=np.float32)).tolist() == [0, 1, 4]
@@ -65,7 +65,7 @@ def test_every_response_token_is_predicted_on_exactly_one_context_parallel_rank(
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
-def test_blocks_hold_every_token_once_and_waste_less_than_half(lengths):
+def test_blocks_hold_every_token_once_with_less_than_half_padding(lengths):
     layout = packed_layout(np.array(lengths), 1, 0, torch.device("cpu"))
     slots = torch.cat([block.queries.flatten() for block in layout.blocks])
     assert slots[layout.order].tolist() == list(range(sum(lengths)))
@@ -73,7 +73,7 @@ def test_blocks_hold_every_token_once_and_waste_less_than_half(lengths):
 
 
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_a_context_parallel_query_sees_its_segment_up_to_itself(cp_size):
+def test_a_context_parallel_query_sees_the_earlier_tokens_of_its_segment(cp_size):
     lengths = np.array([4, 2, 6]) * cp_size
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     shards = []

@@ -1,4 +1,4 @@
-"""PPO's critic: against plain transformers and torch, in every layout, through a checkpoint."""
+"""PPO's critic against transformers and torch, in every layout and through checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def reward_model(models, tmp_path_factory) -> str:
-    """Other weights than the policy's, with a head."""
+    """A directory with other weights than the policy's, and a head."""
     directory = tmp_path_factory.mktemp("critic")
     torch.manual_seed(1)
     model = AutoModelForTokenClassification.from_pretrained(
@@ -56,7 +56,7 @@ def reward_model(models, tmp_path_factory) -> str:
 
 @pytest.fixture
 def start(models):
-    """Engines of one rank with a critic, closed after the test."""
+    """Start engines of one rank with a critic; they are closed after the test."""
     opened = []
 
     def make(critic: CriticConfig | None, train: dict | None = None):
@@ -88,7 +88,7 @@ def one_plan(ours, batch: BatchColumns, global_batch_size: int | None = None):
 
 
 def torch_step(model, optimizer, batch: BatchColumns, samples: list[int], clip_grad: float) -> dict:
-    """0.5 × the mean over samples of each sample's mean clipped squared error, written out."""
+    """Compute 0.5 × the mean over samples of each sample's mean clipped squared error."""
     assert batch.values is not None and batch.returns is not None
     losses = []
     for i in samples:
@@ -108,7 +108,7 @@ def torch_step(model, optimizer, batch: BatchColumns, samples: list[int], clip_g
     return {"value_loss": total.item(), "critic_grad_norm": norm.item()}
 
 
-def test_values_and_training_are_those_of_transformers_and_torch(reward_model, start):
+def test_values_and_training_equal_transformers_and_torch(reward_model, start):
     ours = start(CriticConfig(hf_checkpoint=reward_model))
     batch = make_batch()
     theirs = AutoModelForTokenClassification.from_pretrained(reward_model, dtype=torch.float32)
@@ -134,7 +134,7 @@ def test_values_and_training_are_those_of_transformers_and_torch(reward_model, s
     assert np.abs(ours.values(batch) - expected).max() < 2e-4
 
 
-def test_without_a_directory_it_begins_as_the_policy_with_values_of_zero_and_learns(start):
+def test_a_critic_without_a_directory_starts_from_the_policy_with_zero_values(start):
     ours = start(CriticConfig(value_clip=None))
     batch = make_batch()
     assert not ours.values(batch).any()
@@ -156,7 +156,7 @@ def test_without_a_directory_it_begins_as_the_policy_with_values_of_zero_and_lea
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_while_the_critic_is_trained_alone_the_policy_stays_what_it_was_and_otherwise_neither_disturbs_the_other(
+def test_training_the_critic_does_not_change_the_policy(
     start,
 ):
     ours = start(CriticConfig())
@@ -214,9 +214,7 @@ def test_a_head_of_several_outputs_is_refused(reward_model, start, tmp_path):
         start(CriticConfig(hf_checkpoint=str(tmp_path)))
 
 
-def test_a_checkpoint_without_a_critic_gives_it_the_weights_that_the_policy_has_then(
-    start, tmp_path
-):
+def test_a_critic_that_is_not_in_the_checkpoint_starts_from_its_policy(start, tmp_path):
     alone = start(None)
     batch = make_batch()
     alone.train(batch, one_plan(alone, batch))
@@ -233,7 +231,9 @@ def test_a_checkpoint_without_a_critic_gives_it_the_weights_that_the_policy_has_
 @pytest.mark.parametrize(
     "layout", ["one rank", "data parallel, distributed optimizer", "pipeline parallel"]
 )
-def test_resumed_training_with_a_critic_is_straight_training(models, two_ranks, tmp_path, layout):
+def test_resumed_training_with_a_critic_equals_uninterrupted_training(
+    models, two_ranks, tmp_path, layout
+):
     train = TRAIN | LAYOUTS.get(layout, {})
     arguments = (models["qwen3"], train, str(tmp_path), free_port())
     if layout == "one rank":
@@ -255,7 +255,7 @@ def one_rank(models, reward_model):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_the_values_and_steps_of_one(
+def test_two_ranks_compute_the_same_values_and_steps_as_one_rank(
     models, reward_model, one_rank, two_ranks, layout
 ):
     first, second = two_ranks.run(

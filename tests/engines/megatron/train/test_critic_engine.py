@@ -1,5 +1,4 @@
-"""A critic with ranks of its own is the critic that shares the policy's, in the same layout bit for
-bit."""
+"""A critic in its own ranks equals a critic in the policy's ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,15 +23,13 @@ CRITIC = {"optimizer": {"lr": 2e-3}}
 
 @pytest.fixture(scope="module")
 def model(models) -> str:
-    """Without tied embeddings: the policy has an output layer, of which a critic must take
-    nothing."""
+    """A model without tied embeddings. A critic must not load the policy's output layer."""
     return models["llama"]
 
 
 @pytest.fixture(scope="module")
 def together(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The history of one rank with both, and what it saved; with the checkpoint of a policy without
-    a critic."""
+    """The history of one rank with both models, and a checkpoint of a policy without a critic."""
     folder = tmp_path_factory.mktemp("together")
     alone = apart.without_critic(model, TRAIN, free_port(), folder / "alone")
     ours = apart.shared(model, TRAIN, free_port(), CRITIC)
@@ -43,7 +40,7 @@ def together(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {**found, "saved": str(folder / "both"), "alone": alone}
 
 
-def test_in_ranks_of_its_own_it_has_the_same_state_steps_and_values_and_reads_the_same_checkpoints(
+def test_a_critic_in_its_own_ranks_equals_a_critic_in_the_policys_ranks(
     model: str, together: dict[str, Any], two_ranks, tmp_path: Path
 ):
     ports = (free_port(), free_port(), free_port())
@@ -80,7 +77,7 @@ def test_in_ranks_of_its_own_it_has_the_same_state_steps_and_values_and_reads_th
     [{}, {"parallel": {"tensor_model_parallel_size": 2}}],
     ids=["data parallel", "tensor parallel"],
 )
-def test_it_may_have_another_layout_than_the_policy(
+def test_a_critic_may_have_another_layout_than_the_policy(
     model: str, together: dict[str, Any], two_ranks, tmp_path: Path, layout
 ):
     meeting = free_port()

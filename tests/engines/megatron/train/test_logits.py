@@ -1,4 +1,4 @@
-"""A loss written for slime, of logits: what the built-in loss computes, in every layout."""
+"""A custom loss of logits, written for slime, equals the built-in loss in every layout."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss
 
 def policy_loss(args, batch, logits, sum_of_sample_mean):
-    assert logits.dtype == torch.float32 and logits.shape[:2] == batch["tokens"].shape == batch["full_loss_masks"].shape
-    lengths = {"total_lengths": batch["total_lengths"], "response_lengths": batch["response_lengths"]}
+    assert logits.dtype == torch.float32
+    assert logits.shape[:2] == batch["tokens"].shape == batch["full_loss_masks"].shape
+    lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
     _, found = get_log_probs_and_entropy(
         logits, args=args, unconcat_tokens=batch["unconcat_tokens"], with_entropy=True, **lengths
     )
-    log_probs, old = torch.cat(found["log_probs"]), torch.cat(batch["log_probs"])
-    pg_loss, clipped = compute_policy_loss(old - log_probs, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip)
+    log_probs = torch.cat(found["log_probs"])
+    log_ratio = torch.cat(batch["log_probs"]) - log_probs
+    advantages = torch.cat(batch["advantages"])
+    pg_loss, clipped = compute_policy_loss(log_ratio, advantages, args.eps_clip, args.eps_clip)
     kl = compute_approx_kl(log_probs, torch.cat(batch["ref_log_probs"]), "k3")
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
     loss = sum_of_sample_mean(pg_loss) + 0.05 * sum_of_sample_mean(kl) - 0.01 * entropy
-    metrics = {"loss": loss.clone().detach(), "clipfrac": sum_of_sample_mean(clipped), "entropy": entropy.detach()}
+    metrics = {"loss": loss.clone().detach(), "entropy": entropy.detach()}
+    metrics["clipfrac"] = sum_of_sample_mean(clipped)
     return loss, metrics
 """
 ARGS = Namespace(rollout_temperature=0.8, eps_clip=0.05)
@@ -62,13 +66,13 @@ def check(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
-def test_a_loss_written_for_slime_takes_the_steps_of_the_built_in_one(models, alone):
+def test_a_slime_loss_takes_the_steps_of_the_built_in_loss(models, alone):
     wanted = train_fanned(0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": BUILT_IN})
     check(alone["steps"], wanted["steps"])
     assert 0 < wanted["steps"][0]["clipfrac"] < 1
 
 
-def test_it_does_so_by_tokens_too(models, written):
+def test_a_slime_loss_per_token_takes_the_steps_of_the_built_in_loss(models, written):
     by_token = {"calculate_per_token_loss": True}
     wanted = train_fanned(
         0, 1, free_port(), models["qwen3"], {**TRAIN, "loss": {**BUILT_IN, **by_token}}
@@ -81,7 +85,7 @@ def test_it_does_so_by_tokens_too(models, written):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_give_it_what_one_does(models, written, alone, two_ranks, layout):
+def test_a_slime_loss_on_two_ranks_equals_one_rank(models, written, alone, two_ranks, layout):
     train = {**TRAIN, "loss": written, "parallel": LAYOUTS[layout]}
     first, second = two_ranks.run(train_fanned, models["qwen3"], train, ARGS)
     assert first["steps"] == second["steps"]

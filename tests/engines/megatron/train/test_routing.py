@@ -1,4 +1,4 @@
-"""Routing replay: passes take the experts that the scoring pass, or an engine, chose."""
+"""Routing replay: passes use the experts of the scoring pass or of the engines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def one_plan(ours, batch: BatchColumns):
 
 
 def watched(ours) -> list[list[np.ndarray]]:
-    """[router][call][token, expert]: where tokens go from now on."""
+    """Return [router][call][token, expert]: the routing from now on."""
     seen: list[list[np.ndarray]] = [[] for _ in routers(ours)]
     for calls, router in zip(seen, routers(ours), strict=True):
         router.register_forward_hook(
@@ -91,7 +91,7 @@ def as_map(experts: np.ndarray) -> np.ndarray:
     return found
 
 
-def test_the_experts_that_are_recorded_are_those_of_transformers(models, start):
+def test_recorded_experts_equal_transformers(models, start):
     batch = make_batch(num_samples=1)
     _, experts = start().score_and_route(batch)
     theirs = AutoModelForCausalLM.from_pretrained(models["qwen3_moe"], dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_the_experts_that_are_recorded_are_those_of_transformers(models, start):
 
 
 @pytest.mark.parametrize("megatron", [{}, RECOMPUTED])
-def test_steps_take_the_recorded_experts_whatever_the_routers_prefer(start, megatron):
+def test_steps_use_the_recorded_experts_with_disturbed_routers(start, megatron):
     ours = start(megatron=megatron)
     batch = make_batch()
     scores, experts = ours.score_and_route(batch)
@@ -134,7 +134,7 @@ def test_steps_take_the_recorded_experts_whatever_the_routers_prefer(start, mega
             assert np.array_equal(found, wanted[n // times])
 
 
-def test_replaying_what_the_routers_would_choose_changes_no_bit(start):
+def test_replaying_the_routers_own_choice_changes_no_bit(start):
     digests = set()
     for replay, megatron in ((False, {}), (True, {}), (True, RECOMPUTED)):
         ours = start(use_routing_replay=replay, megatron=megatron)
@@ -155,7 +155,7 @@ def test_replaying_what_the_routers_would_choose_changes_no_bit(start):
     assert len(digests) == 1
 
 
-def test_a_second_step_trains_otherwise_than_without_replay(start):
+def test_replay_changes_the_second_step(start):
     digests = set()
     for replay in (False, True):
         ours = start(use_routing_replay=replay, optimizer={"lr": 0.1})
@@ -168,7 +168,7 @@ def test_a_second_step_trains_otherwise_than_without_replay(start):
     assert len(digests) == 2
 
 
-def test_the_stages_hand_the_experts_on_through_the_store(models, start, tmp_path):
+def test_experts_pass_through_the_store(models, start, tmp_path):
     ours = start()
     batch = make_batch()
     config = configuration(models["qwen3_moe"], "run", train={**TRAIN, "use_routing_replay": True})
@@ -200,7 +200,7 @@ def test_the_stages_hand_the_experts_on_through_the_store(models, start, tmp_pat
 
 
 def of_engines(batch: BatchColumns, seed: int = 5) -> np.ndarray:
-    """Experts that an engine might have named, for all tokens but the last of each sample."""
+    """Return experts in the form of an engine, for all tokens but the last of each sample."""
     draws = np.random.default_rng(seed).random((len(batch.tokens), LAYERS, EXPERTS))
     experts = (
         np.argsort(draws, axis=-1)[..., :TOP_K].astype(np.uint16).reshape(len(batch.tokens), -1)
@@ -209,7 +209,7 @@ def of_engines(batch: BatchColumns, seed: int = 5) -> np.ndarray:
     return experts
 
 
-def test_the_batch_is_scored_and_trained_with_the_experts_of_the_engines(models, start, tmp_path):
+def test_scoring_and_training_use_the_engines_experts(models, start, tmp_path):
     replay = {"use_rollout_routing_replay": True, "use_routing_replay": False}
     ours = start(**replay)
     batch = make_batch()
@@ -242,7 +242,7 @@ def test_the_batch_is_scored_and_trained_with_the_experts_of_the_engines(models,
         assert not np.array_equal(reference, proximal), "the reference routes for itself"
 
 
-def test_scoring_with_the_experts_a_pass_chose_is_that_pass_and_the_last_token_s_do_not_matter(
+def test_replayed_scores_equal_recorded_scores_for_any_last_token(
     start,
 ):
     ours = start(use_rollout_routing_replay=True)
@@ -258,7 +258,7 @@ def test_scoring_with_the_experts_a_pass_chose_is_that_pass_and_the_last_token_s
     assert held == [[]] * LAYERS, "nothing is kept of a pass"
 
 
-def test_of_an_engine_s_layers_those_with_experts_count_and_one_it_did_not_notice_is_refused(start):
+def test_layers_without_experts_are_dropped_and_unrecorded_layers_are_refused(start):
     ours = start(use_rollout_routing_replay=True)
     batch = make_batch()
     named = of_engines(batch)
@@ -272,7 +272,7 @@ def test_of_an_engine_s_layers_those_with_experts_count_and_one_it_did_not_notic
         layers_with_experts_only(config, np.roll(with_dense, TOP_K, axis=1))
 
 
-def test_a_batch_without_the_model_s_experts_is_refused(start):
+def test_a_batch_without_the_models_experts_is_refused(start):
     ours = start()
     batch = make_batch()
     batch = batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.1, 0))
@@ -304,7 +304,7 @@ def alone(models):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_record_and_replay_what_one_does(models, alone, two_ranks, layout):
+def test_two_ranks_record_and_replay_the_same_as_one_rank(models, alone, two_ranks, layout):
     first, second = two_ranks.run(record_and_replay, models["qwen3_moe"], TRAIN | LAYOUTS[layout])
     assert (alone["others"] != alone["experts"]).mean() > 0.5
     for found in (first, second):
@@ -320,7 +320,7 @@ def test_two_ranks_record_and_replay_what_one_does(models, alone, two_ranks, lay
 
 
 @pytest.mark.integration
-def test_a_layout_whose_experts_would_learn_from_half_of_the_tokens_is_refused(models, two_ranks):
+def test_a_layout_without_the_sum_of_expert_gradients_is_refused(models, two_ranks):
     parts = {**PARTS, "expert_tensor_parallel_size": 1}
     for why in two_ranks.run(refusal, models["qwen3_moe"], TRAIN | {"parallel": parts}):
         assert "would not sum the experts' gradients" in why

@@ -1,5 +1,4 @@
-"""Losses of whole sequences: what loops compute from the engine's scores, and the same digits where
-ranks share a sequence."""
+"""Losses of whole sequences, also where ranks share a sequence, against Python loops."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "loss", [GSPO, CISPO, {**GSPO, "calculate_per_token_loss": False, "constant_length": 20}]
 )
-def test_a_step_has_the_loss_that_loops_compute_from_the_scores(models, loss):
+def test_a_step_has_the_loss_of_a_python_loop(models, loss):
     train = TrainConfig.model_validate({**TRAIN, "loss": loss})
     ours = engine(models["qwen3"], train, 0, 1, free_port())
     try:
@@ -84,7 +83,7 @@ def alone(models):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_what_one_computes(models, alone, two_ranks, layout):
+def test_two_ranks_compute_the_same_as_one_rank(models, alone, two_ranks, layout):
     first, second = two_ranks.run(
         train_fanned, models["qwen3"], TRAIN | {"parallel": LAYOUTS[layout]}
     )
@@ -107,9 +106,7 @@ def mine(args, batch, log_probs, entropy):
 
 
 @pytest.mark.integration
-def test_a_custom_loss_is_the_same_on_pipeline_stages_and_over_shared_sequences(
-    models, two_ranks, tmp_path
-):
+def test_a_custom_loss_is_equal_in_every_layout(models, two_ranks, tmp_path):
     (tmp_path / "mine.py").write_text(CUSTOM)
     custom = {
         **TRAIN,

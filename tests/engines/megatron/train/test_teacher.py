@@ -1,5 +1,4 @@
-"""A teacher in the trainer's ranks: another architecture, scored like transformers, in nobody's
-way."""
+"""A teacher of another architecture in the trainer's ranks scores like transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.engines.megatron.ranks import engine, make_batch
 TRAIN = TrainConfig.model_validate({"max_tokens_per_gpu": 64, "optimizer": {"lr": 1e-3}})
 
 
-def test_it_scores_as_transformers_does_and_training_does_not_notice_it(models):
+def test_a_teacher_scores_like_transformers_and_does_not_change_training(models):
     batch = make_batch()
     digests = []
     expected = reference.score(reference.load(models["llama"]), batch, 0.8)

@@ -1,4 +1,4 @@
-"""What a step's tokens are weighted with (rlpipe.engines.megatron.train.token_weights)."""
+"""Token weights of an optimizer step (rlpipe.engines.megatron.train.token_weights)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def everything() -> np.ndarray:
     return np.arange(3)
 
 
-def test_tokens_of_other_steps_weigh_nothing():
+def test_tokens_of_other_steps_have_weight_zero():
     found = step_weights(three(), np.array([0, 2]), LossConfig())
     assert found.weight.tolist() == pytest.approx([0.25, 0.25, 0, 0.25, 0.25, 0])
     assert found.factor is None
@@ -53,7 +53,7 @@ def test_rejected_tokens_shrink_the_gradient_unless_it_is_renormalised():
     )
 
 
-def test_the_mean_weight_and_the_share_that_was_cut_are_logged():
+def test_the_mean_weight_and_the_clipped_share_are_logged():
     found = step_weights(three(), everything(), LossConfig(use_tis=True, tis_clip_low=0.5))
     assert found.factor is not None
     assert found.factor.tolist() == pytest.approx([1, 2, 1, 1, 0.5, 1])
@@ -68,10 +68,11 @@ def test_a_step_is_normalised_by_its_own_mean():
     assert found.factor[:3].tolist() == pytest.approx([0.75, 1.5, 0.75])
 
 
-def test_functions_of_the_user_are_asked_once_per_step(tmp_path: Path):
+def test_user_functions_are_called_once_per_step(tmp_path: Path):
     hook = tmp_path / "mine.py"
     hook.write_text(
-        "def correct(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):\n"
+        "def correct(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks,\n"
+        "            total_lengths, response_lengths):\n"
         "    assert response_lengths == [2, 3] and args == 'args'\n"
         "    return pg_loss * 0.5, [mask * (len(mask) > 2) for mask in loss_masks], {}\n\n"
         "def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):\n"

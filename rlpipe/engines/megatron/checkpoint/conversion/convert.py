@@ -155,6 +155,7 @@ def to_hf(
         LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
     )
     target_dtype = _dtype(dtype) if dtype else stored.dtype
+    # The metadata identifies torch_dist's data files (`__*`).
     source_files = [
         path
         for path in source.folder.rglob("*")

@@ -82,6 +82,7 @@ class HfWeights:
             raise DataError(
                 "not an index of safetensors", where=str(index), found=repr(error)
             ) from error
+        # A path in the index could read outside of the directory.
         if outside := [name for name in names if Path(name).name != name]:
             raise DataError(
                 "the index names a file of another directory",
@@ -172,6 +173,7 @@ def unpack(archive: Path, directory: Path) -> None:
     try:
         with zipfile.ZipFile(archive) as opened:
             names = opened.namelist()
+            # A path in the archive could write outside of the directory.
             if paths := [name for name in names if Path(name).name != name]:
                 raise DataError(
                     "not an archive of a model's files",
@@ -262,6 +264,7 @@ def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
+            # Without this check a damaged length would allocate any amount of memory.
             if length > size - 8:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             content = {
@@ -291,6 +294,7 @@ def _header(path: Path) -> dict[str, Any]:
             raise DataError(
                 "not a safetensors file", where=str(path), found=repr(error), do="download it again"
             ) from error
+    # A truncated download has a complete header.
     if end != size:
         raise DataError(
             "a safetensors file is cut off",

@@ -140,6 +140,7 @@ class Writer:
             return False
         results = self._storage.write_data(self._plans[number], self._planner).wait()
         self._current = None
+        # The record is renamed last: an interrupted file has no record and is written again.
         partial = done.with_suffix(".partial")
         partial.write_bytes(pickle.dumps(results))
         partial.replace(done)
@@ -241,6 +242,7 @@ class Checkpoint:
             for key, value in (self.common.get("content_metadata") or {}).items()
             if key != "dp_cp_group"
         }
+        # Megatron stacks equal layers under one name. Different layers have numbered names.
         if any(_NUMBERED_LAYER.match(name) for name in self._stored.state_dict_metadata):
             layout["non_homogeneous_layers"] = True
         return layout
