@@ -63,8 +63,8 @@ class Pusher:
         unknown: dict[str, str] = {}
         arrived = False
         steps = Counter[str]()
-        by_stage = self.spec.train.parallel.pipeline_model_parallel_size > 1
-        for name, urls in choose_transports(engines, sync, engine_ranks, by_stage=by_stage):
+        chosen = choose_transports(engines, sync, engine_ranks, by_stage=self._has_stages)
+        for name, urls in chosen:
             push = Push(
                 stamp,
                 urls,
@@ -120,7 +120,6 @@ class Pusher:
         return self._transports[name]
 
     def _setup(self, sync: SyncConfig) -> TransportSetup:
-        position = pipeline_position()
         scratch = Path(self.spec.work_dir)
         scratch.mkdir(parents=True, exist_ok=True)
         return TransportSetup(
@@ -130,13 +129,25 @@ class Pusher:
             world_size=self.world_size,
             device=platform.device(),
             engine_tensor_parallel_size=self.spec.engine_tensor_parallel_size,
-            stage=position.stage,
-            num_stages=position.stages,
-            sends_stage=position.is_sender,
-            address=own_address(),
+            **self._stage_fields(),
             files_root=sync.disk_dir(self.spec.store_root, self.spec.engine_quantization),
             scratch=scratch,
         )
+
+    def _stage_fields(self) -> dict[str, Any]:
+        if not self._has_stages:
+            return {}
+        position = pipeline_position()
+        return {
+            "stage": position.stage,
+            "num_stages": position.stages,
+            "sends_stage": position.is_sender,
+            "address": own_address(),
+        }
+
+    @property
+    def _has_stages(self) -> bool:
+        return self.spec.train.parallel.pipeline_model_parallel_size > 1
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         return as_served(self.engine.named_hf_tensors(), self.spec)
