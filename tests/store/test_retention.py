@@ -226,11 +226,12 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
     Run(local_files, "fork").start(parent="run/00000002").iterate()
     before = local_files.list()
     assert tool("--grace", "0s") == 0
-    assert "0 objects may go" in capsys.readouterr().out
+    assert "0 objects can be deleted" in capsys.readouterr().out
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--list") == 0
     output = capsys.readouterr().out
     assert (
-        "checkpoints         2 objects" in output and "6 objects may go; --delete does it" in output
+        "checkpoints         2 objects" in output
+        and "6 objects can be deleted with --delete" in output
     )
     assert local_files.list() == before
     assert tool("--grace", "0s", "--remove", "run") == 2
