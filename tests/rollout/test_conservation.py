@@ -324,19 +324,23 @@ class Driver:
         """Check that the node has complete rows of accepted groups and of finished groups that
         wait."""
         for group_id in result.accepted:
-            mine = [sample for sample in samples if sample.group_id == group_id]
-            assert [sample.index for sample in mine] == [0, 1] and all(
-                sample.status in FINISHED for sample in mine
+            rows_of_group = [sample for sample in samples if sample.group_id == group_id]
+            assert [sample.index for sample in rows_of_group] == [0, 1] and all(
+                sample.status in FINISHED for sample in rows_of_group
             )
         for waiting in result.after.buffer:
-            mine = [sample for sample in samples if sample.group_id == waiting.group_id]
-            complete = bool(mine) and all(sample.status in FINISHED for sample in mine)
+            rows_of_group = [sample for sample in samples if sample.group_id == waiting.group_id]
+            complete = bool(rows_of_group) and all(
+                sample.status in FINISHED for sample in rows_of_group
+            )
             assert not complete or None not in (waiting.rows, waiting.finished), (
                 "finished rows are kept"
             )
-            assert not mine or complete == (waiting.finished is not None)
-            versions = [version for sample in mine for _, version in sample.weight_versions]
-            assert not mine or waiting.rows is None or waiting.oldest == min(versions)
+            assert not rows_of_group or complete == (waiting.finished is not None)
+            versions = [
+                version for sample in rows_of_group for _, version in sample.weight_versions
+            ]
+            assert not rows_of_group or waiting.rows is None or waiting.oldest == min(versions)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -206,7 +206,7 @@ class _Scripted:
 
     def __init__(self, *answers: list[dict]) -> None:
         self.answers = list(answers)
-        self.asked = []
+        self.requests = []
 
     def client(self, **keywords) -> GenerateClient:
         client = _client("http://router", **keywords)
@@ -214,7 +214,7 @@ class _Scripted:
         return client
 
     def answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(json.loads(request.content))
+        self.requests.append(json.loads(request.content))
         return httpx.Response(200, json=self.answers.pop(0))
 
 
@@ -228,7 +228,7 @@ async def test_only_the_aborted_responses_of_a_batch_are_continued():
         [-4.0, -5.0, -6.0],
     )
     assert second.weight_versions == [(3, "b@1@d")]
-    (again,) = script.asked[1:]
+    (again,) = script.requests[1:]
     assert (again["input_ids"], again["sampling_params"]["max_new_tokens"]) == ([[9, 4]], 2)
 
 
@@ -261,7 +261,7 @@ async def test_a_response_aborted_before_its_first_token_starts_again():
         (generation,) = await client.generate([9], {"max_new_tokens": 3})
     assert (
         generation.response_ids == [1]
-        and [asked["input_ids"] for asked in script.asked] == [[[9]]] * 3
+        and [request["input_ids"] for request in script.requests] == [[[9]]] * 3
     )
 
 

@@ -37,10 +37,10 @@ class _Answers:
 
     def __init__(self, *generations: Generation) -> None:
         self.generations = list(generations)
-        self.asked = {}
+        self.request = {}
 
     async def generate(self, prompt_ids, sampling, **keywords):
-        self.asked = {"prompt_ids": prompt_ids, "sampling": sampling, **keywords}
+        self.request = {"prompt_ids": prompt_ids, "sampling": sampling, **keywords}
         return self.generations
 
 
@@ -102,7 +102,11 @@ async def test_a_response_is_cut_to_the_context_and_a_prompt_without_room_is_ref
     sampling = sampling_params(CONFIG)
     turn = SingleTurn(client, sampling, decode=_decode, context_len=3, seeded=True)  # pyright: ignore
     await turn(GROUP)
-    assert client.asked["sampling"]["max_new_tokens"] == 1 and client.asked["seeds"] == (10, 11, 12)
+    assert client.request["sampling"]["max_new_tokens"] == 1 and client.request["seeds"] == (
+        10,
+        11,
+        12,
+    )
     with pytest.raises(DataError, match=r"(?s)group b:00000001.*no room"):
         await SingleTurn(client, sampling_params(CONFIG), decode=_decode, context_len=2)(GROUP)  # pyright: ignore
 

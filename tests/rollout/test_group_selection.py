@@ -65,10 +65,10 @@ def _reward(folder: Path, source: str) -> RewardConfig:
 def test_groups_of_equal_rewards_are_rejected_also_with_rounding(
     rewards: tuple[float, ...], kept: bool
 ):
-    theirs = (
+    expected = (
         torch.tensor(rewards, dtype=torch.float64).std(correction=len(rewards) > 1).item() > 1e-6
     )
-    assert kept is theirs, "slime's check_reward_nonzero_std"
+    assert kept is expected, "slime's check_reward_nonzero_std"
     assert reward_nonzero_std(_group("b:1", *rewards)).keep is kept
     reason = f"zero_std_{round(rewards[0], 1):g}"
     assert load_filter(BUILT_IN)(_group("b:1", *rewards)) == (None if kept else Rejection(reason))
@@ -101,12 +101,12 @@ def test_a_group_without_finite_rewards_is_an_error(reward: float | None):
 def test_a_filter_returns_a_bool_a_reason_or_slimes_object(
     tmp_path: Path, body: str, rejection: Rejection | None
 ):
-    theirs = (
+    imports = (
         "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
         "from slime.rollout.filter_hub.dynamic_sampling_filters import "
         "check_reward_nonzero_std_with_fallback\n"
     )
-    path = _hook(tmp_path, f"{theirs}def hook(samples):\n    {body}\n")
+    path = _hook(tmp_path, f"{imports}def hook(samples):\n    {body}\n")
     assert load_filter(path)(_group("b:1", 1.0)) == rejection
 
 
@@ -187,19 +187,19 @@ VERDICTS = st.lists(st.sampled_from([None, "dull", "failed", "fallback"]), min_s
 
 @given(VERDICTS, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
 def test_the_first_fit_groups_are_accepted_by_time_or_in_order_of_the_plan(
-    reasons, batch, in_order, dice
+    reasons, batch, in_order, random_order
 ):
     names = [f"b:{number:02d}" for number in range(len(reasons))]
     selection = Selection(batch, in_order=in_order)
     selection.add(names)
-    came = dice.sample(names, len(names))
-    for name in came:
+    arrived = random_order.sample(names, len(names))
+    for name in arrived:
         if selection.decided:
             break
         reason = reasons[names.index(name)]
         selection.decide(name, reason, fallback=reason == "fallback")
         selection.decide(name, "a second verdict does not count")
-    order = names if in_order else came
+    order = names if in_order else arrived
     fit = [name for name in order if reasons[names.index(name)] is None][:batch]
     spare = [name for name in order if reasons[names.index(name)] == "fallback"][: batch - len(fit)]
     assert selection.decided and selection.accepted == tuple(sorted([*fit, *spare]))
@@ -208,7 +208,7 @@ def test_the_first_fit_groups_are_accepted_by_time_or_in_order_of_the_plan(
         selection.accepted
     )
     decided = (
-        set(came)
+        set(arrived)
         if len(fit) < batch or in_order
         else set(selection.accepted) | set(selection.rejected)
     )

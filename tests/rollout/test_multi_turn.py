@@ -40,46 +40,47 @@ class _Engine:
 
     def __init__(self, *texts: str, cut_after: int | None = None) -> None:
         self.texts = list(texts)
-        self.asked = []
+        self.requests = []
         self.cut_after = cut_after
         self.routed_from: list[int | None] = []
 
     async def generate(self, ids, sampling, *, stop, routing_key, routed_from, where):
-        self.asked.append((_decode(ids), sampling))
+        self.requests.append((_decode(ids), sampling))
         self.routed_from.append(routed_from)
-        said = [END if letter == "|" else ord(letter) for letter in self.texts.pop(0)]
+        sampled_ids = [END if letter == "|" else ord(letter) for letter in self.texts.pop(0)]
         reason = (
             "stop"
-            if said[-1:] == [END] or any(_decode(said).endswith(text) for text in sampling["stop"])
+            if sampled_ids[-1:] == [END]
+            or any(_decode(sampled_ids).endswith(text) for text in sampling["stop"])
             else "length"
         )
-        if len(said) > sampling["max_new_tokens"]:
-            said = said[: sampling["max_new_tokens"]]
+        if len(sampled_ids) > sampling["max_new_tokens"]:
+            sampled_ids = sampled_ids[: sampling["max_new_tokens"]]
             reason = "length"
-        if self.cut_after is not None and len(self.asked) == 1:
-            said = said[: self.cut_after]
+        if self.cut_after is not None and len(self.requests) == 1:
+            sampled_ids = sampled_ids[: self.cut_after]
             reason = "abort"
-        version = len(self.asked)
-        named = None if routed_from is None else _experts(ids, said)[routed_from:]
-        runs = [(len(said), f"b@{version}@d")]
+        version = len(self.requests)
+        experts = None if routed_from is None else _experts(ids, sampled_ids)[routed_from:]
+        runs = [(len(sampled_ids), f"b@{version}@d")]
         times = (1.0, 2.0)
         return [
             Generation(
-                said,
-                [-float(version)] * len(said),
+                sampled_ids,
+                [-float(version)] * len(sampled_ids),
                 reason,
                 runs,
                 "e",
                 0,
                 *times,
-                routed_experts=named,
+                routed_experts=experts,
             )
         ]
 
 
-def _experts(before: Sequence[int], said: Sequence[int]) -> np.ndarray:
+def _experts(before: Sequence[int], sampled_ids: Sequence[int]) -> np.ndarray:
     """Return a different row of experts for every token that the engine reads."""
-    ids = np.asarray([*before, *said[:-1]])
+    ids = np.asarray([*before, *sampled_ids[:-1]])
     return np.stack([ids, np.arange(len(ids))], 1).astype(np.uint16)
 
 
@@ -127,9 +128,9 @@ async def test_a_tool_response_is_between_the_turns_with_loss_mask_0():
         sampled == "a<twice>xy</twice>" + "." * 21 + "done|"
         and given.strip(".") == "<result>xyxy</result>"
     )
-    assert engine.asked[1][0] == "Qa<twice>xy</twice><result>xyxy</result>" and engine.asked[0][1][
-        "stop"
-    ] == ["!", "</twice>"]
+    assert engine.requests[1][0] == "Qa<twice>xy</twice><result>xyxy</result>" and engine.requests[
+        0
+    ][1]["stop"] == ["!", "</twice>"]
     assert (sample.status, sample.num_turns, sample.response) == (
         Status.COMPLETED,
         2,
@@ -142,7 +143,7 @@ async def test_a_tool_response_is_between_the_turns_with_loss_mask_0():
 async def test_calls_in_the_last_turn_are_not_executed():
     engine = _Engine(*["<twice>x</twice>"] * 3)
     (sample,) = await _turns(engine)(GROUP)
-    assert (sample.num_turns, len(engine.asked), sample.status) == (3, 3, Status.COMPLETED)
+    assert (sample.num_turns, len(engine.requests), sample.status) == (3, 3, Status.COMPLETED)
     assert sample.response.endswith("<twice>x</twice>")
 
 
@@ -158,7 +159,7 @@ async def test_length_limits_apply_to_a_turn_a_tool_response_and_the_whole_respo
     assert (
         len(sample.response_ids) == 35
         and sample.status is Status.TRUNCATED
-        and len(engine.asked) == 1
+        and len(engine.requests) == 1
     )
 
 
@@ -168,7 +169,7 @@ async def test_a_rollout_that_was_cut_off_in_a_turn_continues_in_that_turn():
     assert (cut.status, cut.response_ids) == (Status.ABORTED, _encode("a<tw"))
     engine = _Engine("ice>xy</twice>", "done|")
     (sample,) = await _turns(engine, turn_len=18)(GROUP, [cut])
-    assert engine.asked[0][0] == "Qa<tw" and engine.asked[0][1]["max_new_tokens"] == 14
+    assert engine.requests[0][0] == "Qa<tw" and engine.requests[0][1]["max_new_tokens"] == 14
     assert _by_mask(sample)[1].strip(".") == "<result>xyxy</result>" and sample.num_turns == 2
     assert (await _turns(_Engine())(GROUP, [sample])) == [sample], "a finished one stays as it is"
 

@@ -123,9 +123,9 @@ def check(moe, sample: Sample, tokens: int | None = None) -> None:
     wanted = (
         torch.stack([layer.topk(TOP_K, -1).indices for layer in logits], 1).sort(-1).values.numpy()
     )
-    found = np.sort(sample.rollout_routed_experts.reshape(-1, LAYERS, TOP_K), -1)
-    assert len(found) == (len(ids) - 1 if tokens is None else tokens)
-    assert np.array_equal(found, wanted[: len(found)])
+    samples = np.sort(sample.rollout_routed_experts.reshape(-1, LAYERS, TOP_K), -1)
+    assert len(samples) == (len(ids) - 1 if tokens is None else tokens)
+    assert np.array_equal(samples, wanted[: len(samples)])
 
 
 class Letters:
@@ -202,30 +202,30 @@ async def test_trainer_and_engine_agree_on_a_group_that_was_cut_off_and_continue
 
 
 async def test_samples_of_an_openai_session_have_routed_experts(moe):
-    made: list[ChatSessions] = []
+    opened: list[ChatSessions] = []
 
     def routes(gateway: Gateway):
-        made.append(
+        opened.append(
             ChatSessions(
                 gateway, {**SAMPLING, "max_new_tokens": 10}, {}, model="m", evaluation=False
             )
         )
-        return made[0].routes()
+        return opened[0].routes()
 
     sample = Sample(session_id="s")
     async with (
         client_of(moe) as client,
         Gateway(client, Letters(), context_len=CONTEXT, routed=True, routes=routes) as gateway,  # pyright: ignore
     ):
-        made[0].begin(sample)
+        opened[0].begin(sample)
         url = f"{gateway.url}/sessions/s/v1/chat/completions"
         messages = [{"role": "user", "content": "40 41"}]
         async with httpx.AsyncClient(timeout=120) as http:
             for _ in range(3):
-                said = (await http.post(url, json={"messages": messages})).json()["choices"][0][
+                reply = (await http.post(url, json={"messages": messages})).json()["choices"][0][
                     "message"
                 ]
-                messages += [said, {"role": "user", "content": "42"}]
-        found = made[0].samples(sample)
-    assert [one.num_turns for one in found] == [3]
-    check(moe, found[0])
+                messages += [reply, {"role": "user", "content": "42"}]
+        samples = opened[0].samples(sample)
+    assert [one.num_turns for one in samples] == [3]
+    check(moe, samples[0])

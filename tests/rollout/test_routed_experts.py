@@ -29,27 +29,24 @@ SAMPLING = {"max_new_tokens": 4}
 
 
 def rows_of(ids: list[int], weights: int = 0) -> np.ndarray:
-    """What an engine of these weights routes the tokens to that it reads of a sequence: all but the
-    last."""
+    """Return the experts of all tokens but the last, which no engine reads."""
     return np.array(
         [[token, 1000 * weights + place] for place, token in enumerate(ids[:-1])], np.uint16
     ).reshape(-1, WIDTH)
 
 
 class Engine:
-    """Goes on with given tokens, an answer after the other; names the experts it is asked for
-    unless `silent`."""
+    """Answer with given tokens, in order; return the requested experts unless `silent`."""
 
     def __init__(
         self, *answers: tuple[list[int], str], silent: bool = False, waiting: int = 0
     ) -> None:
-        """`waiting`: so many answers were aborted before the engine looked at them, and name
-        none."""
+        """The first `waiting` answers were aborted in the queue and have no experts."""
         self.answers = list(answers)
-        self.asked = []
+        self.requests = []
         self.silent = silent
         self.waiting = waiting
-        self.given = 0
+        self.num_answers = 0
 
     def client(self, width: int = WIDTH) -> GenerateClient:
         client = GenerateClient(
@@ -71,7 +68,7 @@ class Engine:
             "return_routed_experts" in request.content.decode()
         )
         body = json.loads(request.content)
-        self.asked.append(body)
+        self.requests.append(body)
         return httpx.Response(200, json=[self._row(body, prompt) for prompt in body["input_ids"]])
 
     def _row(self, body: dict, prompt: list[int]) -> dict:
@@ -80,12 +77,16 @@ class Engine:
         meta = {
             "output_token_logprobs": pairs,
             "finish_reason": {"type": reason},
-            "weight_version": f"b@{self.given}@d",
+            "weight_version": f"b@{self.num_answers}@d",
         }
-        if body.get("return_routed_experts") and not self.silent and self.waiting <= self.given:
-            rows = rows_of([*prompt, *ids], self.given)
+        if (
+            body.get("return_routed_experts")
+            and not self.silent
+            and self.waiting <= self.num_answers
+        ):
+            rows = rows_of([*prompt, *ids], self.num_answers)
             meta["routed_experts"] = write_rows(rows[body["routed_experts_start_len"] :])
-        self.given += 1
+        self.num_answers += 1
         return {"meta_info": meta}
 
 
@@ -101,14 +102,14 @@ async def test_a_sample_has_the_experts_of_all_tokens_but_the_last():
     first, second = await single(engine)
     assert first.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 9], 0).tolist()
     assert second.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 9, 10, 11], 1).tolist()
-    assert [body["routed_experts_start_len"] for body in engine.asked] == [0]
+    assert [body["routed_experts_start_len"] for body in engine.requests] == [0]
 
 
 async def test_requests_without_routing_replay_ask_for_no_experts():
     engine = Engine(([8], "stop"), ([9], "stop"))
     async with engine.client() as client:
         samples = await SingleTurn(client, SAMPLING, decode=str, context_len=64)(GROUP)
-    assert "return_routed_experts" not in engine.asked[0]
+    assert "return_routed_experts" not in engine.requests[0]
     assert [sample.rollout_routed_experts for sample in samples] == [None, None]
 
 
@@ -118,7 +119,7 @@ async def test_an_aborted_response_keeps_its_experts_and_the_continuation_adds_t
     earlier = rows_of([5, 6, 7, 8, 9], 0)
     later = rows_of([5, 6, 7, 8, 9, 10, 11], 2)
     assert first.rollout_routed_experts.tolist() == [*earlier.tolist(), *later[4:].tolist()]
-    assert [body["routed_experts_start_len"] for body in engine.asked] == [0, 4]
+    assert [body["routed_experts_start_len"] for body in engine.requests] == [0, 4]
 
 
 async def test_a_response_aborted_in_the_queue_gets_experts_from_the_continuation():
@@ -166,7 +167,7 @@ async def test_experts_of_another_number_of_layers_are_refused():
         await single(Engine(*[([8], "stop")] * 6), width=4)
 
 
-class Told:
+class FixedClient:
     """A client of fixed responses, as the gateway's."""
 
     end_ids = frozenset()
@@ -177,19 +178,19 @@ class Told:
 
     async def generate(self, ids, sampling, *, stop, routing_key, where, routed_from=None):
         self.wanted.append(routed_from)
-        said = self.responses.pop(0)
-        named = None if routed_from is None else rows_of([*ids, *said])[routed_from:]
+        response = self.responses.pop(0)
+        experts = None if routed_from is None else rows_of([*ids, *response])[routed_from:]
         return [
             Generation(
-                said,
-                [-0.5] * len(said),
+                response,
+                [-0.5] * len(response),
                 "stop",
-                [(len(said), "b@1@d")],
+                [(len(response), "b@1@d")],
                 "e",
                 0,
                 1.0,
                 2.0,
-                routed_experts=named,
+                routed_experts=experts,
             )
         ]
 
@@ -212,8 +213,10 @@ class Numbers:
         )
 
 
-async def _posted(told: Told, *bodies: dict, routed: bool = True) -> tuple[list[dict], Journal]:
-    gateway = Gateway(told, Numbers(), context_len=64, routed=routed)  # pyright: ignore
+async def _posted(
+    client: FixedClient, *bodies: dict, routed: bool = True
+) -> tuple[list[dict], Journal]:
+    gateway = Gateway(client, Numbers(), context_len=64, routed=routed)  # pyright: ignore
     async with gateway, httpx.AsyncClient() as http:
         return [
             (await http.post(f"{gateway.url}/generate", json=body)).json() for body in bodies
@@ -221,12 +224,12 @@ async def _posted(told: Told, *bodies: dict, routed: bool = True) -> tuple[list[
 
 
 async def test_the_gateway_returns_experts_like_an_engine():
-    asked = {"return_routed_experts": True}
+    wanted = {"return_routed_experts": True}
     bodies = [
-        {"input_ids": [5, 6], **asked},
-        {"input_ids": [5, 6, 8], **asked, "routed_experts_start_len": 2},
+        {"input_ids": [5, 6], **wanted},
+        {"input_ids": [5, 6, 8], **wanted, "routed_experts_start_len": 2},
     ]
-    (first, second), _ = await _posted(Told([8], [9, 10]), *bodies)
+    (first, second), _ = await _posted(FixedClient([8], [9, 10]), *bodies)
     assert (
         read_rows(first["meta_info"]["routed_experts"], 2, WIDTH).tolist()
         == rows_of([5, 6, 8]).tolist()
@@ -235,34 +238,34 @@ async def test_the_gateway_returns_experts_like_an_engine():
         read_rows(second["meta_info"]["routed_experts"], 2, WIDTH).tolist()
         == rows_of([5, 6, 8, 9, 10])[2:].tolist()
     )
-    (refused,), _ = await _posted(Told([8]), bodies[0], routed=False)
+    (refused,), _ = await _posted(FixedClient([8]), bodies[0], routed=False)
     assert "train.use_rollout_routing_replay" in refused["error"]["message"]
 
 
 async def test_an_agents_turns_request_only_missing_experts_and_make_one_sample():
-    told = Told([50, 51], [52], [53, 54])
-    made = []
+    client = FixedClient([50, 51], [52], [53, 54])
+    opened = []
 
     def routes(gateway: Gateway):
-        made.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
-        return made[0].routes()
+        opened.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
+        return opened[0].routes()
 
     sample = Sample(session_id="s")
     messages = [{"role": "user", "content": "40"}]
-    gateway = Gateway(told, Numbers(), context_len=64, routed=True, routes=routes)  # pyright: ignore
+    gateway = Gateway(client, Numbers(), context_len=64, routed=True, routes=routes)  # pyright: ignore
     async with gateway, httpx.AsyncClient() as http:
-        made[0].begin(sample)
+        opened[0].begin(sample)
         for _ in range(3):
             answer = await http.post(
                 f"{gateway.url}/sessions/s/v1/chat/completions", json={"messages": messages}
             )
             messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "41"}]
-        (found,) = made[0].samples(sample)
-    tokens = [*found.prompt_ids, *found.response_ids]
+        (result,) = opened[0].samples(sample)
+    tokens = [*result.prompt_ids, *result.response_ids]
     assert tokens == [2, 40, 3, 4, 50, 51, 3, 2, 41, 3, 4, 52, 3, 2, 41, 3, 4, 53, 54]
     assert (
-        told.wanted == [0, 5, 11]
-        and found.rollout_routed_experts.tolist() == rows_of(tokens).tolist()
+        client.wanted == [0, 5, 11]
+        and result.rollout_routed_experts.tolist() == rows_of(tokens).tolist()
     )
 
 
@@ -287,9 +290,9 @@ def sampled(response: list[int], mask: list[int] | None = None) -> Sample:
 
 
 async def test_a_sample_without_experts_gets_the_experts_of_the_answers():
-    told = Told([8, 9], [12])
+    client = FixedClient([8, 9], [12])
     _, journal = await _posted(
-        told, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8, 9, 10, 11]}
+        client, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8, 9, 10, 11]}
     )
     row = as_row(sampled([8, 9, 10, 11, 12, 13], [1, 1, 0, 0, 1, 0]), journal)
     assert row.rollout_routed_experts.tolist() == rows_of([5, 6, 7, 8, 9, 10, 11, 12]).tolist()
@@ -309,9 +312,9 @@ def test_tokens_of_an_earlier_iteration_keep_their_experts():
         [5, 6, 7, 8, 9],
         Answer((10, 11), (-0.5, -0.5), ((2, 1),), rows_of([5, 6, 7, 8, 9, 10, 11], 1)),
     )
-    goes_on = sampled([8, 9, 10, 11])
-    goes_on.rollout_routed_experts = before.rollout_routed_experts.copy()
-    row = as_row(goes_on, journal, before=before)
+    continued = sampled([8, 9, 10, 11])
+    continued.rollout_routed_experts = before.rollout_routed_experts.copy()
+    row = as_row(continued, journal, before=before)
     assert row.rollout_routed_experts.tolist() == [
         *rows_of([5, 6, 7, 8, 9], 4).tolist(),
         [9, 1004],
@@ -320,9 +323,9 @@ def test_tokens_of_an_earlier_iteration_keep_their_experts():
 
 
 def test_experts_in_slimes_shape_are_accepted_and_other_shapes_refused():
-    mine = sampled([8, 9])
-    mine.rollout_routed_experts = rows_of([5, 6, 7, 8, 9]).astype(np.int32).reshape(4, WIDTH, 1)
-    row = as_row(mine, Journal())
+    sample = sampled([8, 9])
+    sample.rollout_routed_experts = rows_of([5, 6, 7, 8, 9]).astype(np.int32).reshape(4, WIDTH, 1)
+    row = as_row(sample, Journal())
     assert row.rollout_routed_experts.dtype == np.uint16 and row.rollout_routed_experts.shape == (
         4,
         WIDTH,
@@ -334,7 +337,7 @@ def test_experts_in_slimes_shape_are_accepted_and_other_shapes_refused():
         np.full((4, WIDTH), -1),
     ]
     for experts in wrong:
-        mine = sampled([8, 9])
-        mine.rollout_routed_experts = experts
+        sample = sampled([8, 9])
+        sample.rollout_routed_experts = experts
         with pytest.raises(HookError, match=r"(?s)do not fit.*4 tokens × 2"):
-            as_row(mine, Journal())
+            as_row(sample, Journal())

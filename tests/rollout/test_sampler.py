@@ -84,7 +84,7 @@ class _Sampling:
         self.cut.set()
 
 
-class _Kept(MemoryRows):
+class _RecordedRows(MemoryRows):
     """Collect written groups; return the groups of an earlier attempt."""
 
     def __init__(self, finished: Sequence[Sample] = (), cut: Sequence[Sample] = ()) -> None:
@@ -97,9 +97,9 @@ class _Kept(MemoryRows):
         )
 
     def adopt(self, part):
-        mine = {group.group_id for group in part.plan.groups}
+        of_part = {group.group_id for group in part.plan.groups}
         finished, cut = (
-            {key: rows for key, rows in groups.items() if key in mine} for groups in self.left
+            {key: rows for key, rows in groups.items() if key in of_part} for groups in self.left
         )
         return finished, cut
 
@@ -146,7 +146,7 @@ def _settings(**changes) -> RolloutSettings:
 
 async def test_every_group_is_sampled_once_and_flushed_once():
     sampling = _Sampling()
-    kept = _Kept()
+    kept = _RecordedRows()
     shown = []
     result = await _run(
         _part(10), sampling, kept, progress=lambda now: shown.append(now.finished_groups)
@@ -168,7 +168,7 @@ async def test_every_group_is_sampled_once_and_flushed_once():
 
 async def test_adopted_groups_are_not_sampled_again():
     sampling = _Sampling()
-    kept = _Kept([_done("b:0"), _done("b:2")])
+    kept = _RecordedRows([_done("b:0"), _done("b:2")])
     result = await _run(_part(4), sampling, kept)
     assert sampling.called == ["b:1", "b:3"] and kept.ids == ["b:1", "b:3"]
     assert (result.adopted_groups, result.progress.finished_groups, len(result.accepted)) == (
@@ -179,13 +179,13 @@ async def test_adopted_groups_are_not_sampled_again():
 
 
 async def test_a_rollout_with_all_groups_adopted_samples_nothing():
-    kept = _Kept([_done("b:0")])
+    kept = _RecordedRows([_done("b:0")])
     assert (await _run(_part(1), _Sampling(), kept)).adopted_groups == 1
     assert kept.flushes == []
 
 
 async def test_finished_groups_are_flushed_while_others_still_run():
-    kept = _Kept()
+    kept = _RecordedRows()
     rollout = asyncio.create_task(
         _run(_part(3), _Sampling({"b:2": 0.6}), kept, _settings(flush_interval_s=0.1))
     )
@@ -196,7 +196,7 @@ async def test_finished_groups_are_flushed_while_others_still_run():
 
 
 async def test_a_failed_group_becomes_rows_if_enough_others_did_not_fail():
-    kept = _Kept()
+    kept = _RecordedRows()
     sampling = _Sampling(errors={"b:1": EngineUnavailable("gone", where="group b:1")})
     result = await _run(_part(4), sampling, kept, _settings(min_completed_fraction=0.75))
     assert kept.ids == ["b:0", "b:1", "b:2", "b:3"] and list(result.errors) == ["b:1"]
@@ -206,14 +206,14 @@ async def test_a_failed_group_becomes_rows_if_enough_others_did_not_fail():
 
 
 async def test_too_many_failed_groups_fail_the_rollout_but_keep_the_others():
-    kept = _Kept()
+    kept = _RecordedRows()
     with pytest.raises(EngineError, match=r"(?s)rollout of b iteration 3.*1 of 4.*b:1.*gone"):
         await _run(_part(4), _Sampling(errors={"b:1": EngineUnavailable("gone")}), kept)
     assert kept.ids == ["b:0", "b:2", "b:3"]
 
 
 async def test_a_deadline_names_the_groups_and_keeps_the_finished_ones():
-    kept = _Kept()
+    kept = _RecordedRows()
     with pytest.raises(
         DeadlineExceeded, match=r"(?s)rollout of b iteration 3.*1 running \(b:2\).*within 0.3 s"
     ):
@@ -222,7 +222,7 @@ async def test_a_deadline_names_the_groups_and_keeps_the_finished_ones():
 
 
 async def test_cancelling_keeps_the_finished_groups():
-    kept = _Kept()
+    kept = _RecordedRows()
     sampling = _Sampling({"b:2": 60})
     rollout = asyncio.create_task(_run(_part(3), sampling, kept))
     await asyncio.sleep(0.2)
@@ -234,11 +234,11 @@ async def test_cancelling_keeps_the_finished_groups():
 
 async def test_an_unexpected_exception_ends_the_rollout_unchanged():
     with pytest.raises(ZeroDivisionError):
-        await _run(_part(3), _Sampling(errors={"b:1": ZeroDivisionError()}), _Kept())
+        await _run(_part(3), _Sampling(errors={"b:1": ZeroDivisionError()}), _RecordedRows())
 
 
 async def test_a_flush_that_fails_ends_the_rollout():
-    class Full(_Kept):
+    class Full(_RecordedRows):
         def write(self, part, groups, *, cut=False):
             raise StoreError("no space")
 
@@ -248,7 +248,7 @@ async def test_a_flush_that_fails_ends_the_rollout():
 
 async def test_the_first_finished_groups_make_the_batch_and_the_others_wait_in_the_buffer():
     sampling = _Sampling({"b:0": 60, "b:5": 60})
-    kept = _Kept()
+    kept = _RecordedRows()
     settings = _settings(batch_size=3, static=False, partial=True)
     result = await _run(
         _part(6), sampling, kept, settings, slots=6, next_part=_more, cut_off=sampling.cut_off
@@ -265,7 +265,7 @@ async def test_the_first_finished_groups_make_the_batch_and_the_others_wait_in_t
 
 async def test_without_partial_rollout_a_cut_off_group_is_stored_and_starts_again():
     sampling = _Sampling({"b:0": 60})
-    kept = _Kept()
+    kept = _RecordedRows()
     settings = _settings(batch_size=2, static=False)
     result = await _run(
         _part(3), sampling, kept, settings, next_part=_more, cut_off=sampling.cut_off
@@ -277,7 +277,7 @@ async def test_without_partial_rollout_a_cut_off_group_is_stored_and_starts_agai
 
 async def test_groups_without_a_slot_wait_without_rows():
     sampling = _Sampling()
-    kept = _Kept()
+    kept = _RecordedRows()
     result = await _run(
         _part(8), sampling, kept, _settings(batch_size=2, static=False), slots=2, next_part=_more
     )
@@ -291,7 +291,7 @@ async def test_in_order_of_the_plan_the_time_of_finishing_does_not_matter():
     result = await _run(
         _part(4),
         sampling,
-        _Kept(),
+        _RecordedRows(),
         _settings(batch_size=2, static=False, in_order=True),
         next_part=_more,
     )
@@ -312,7 +312,7 @@ def _odd_or_insufficient(samples: Sequence[Sample]) -> Rejection | None:
 
 @pytest.mark.parametrize("in_order", [False, True])
 async def test_fallback_groups_fill_a_batch_instead_of_another_round(in_order: bool):
-    kept = _Kept()
+    kept = _RecordedRows()
     settings = _settings(batch_size=3, static=False, in_order=in_order)
     judge = GroupJudge(_odd_or_insufficient)
     result = await _run(
@@ -333,7 +333,7 @@ async def test_fallback_groups_count_in_the_next_round_after_fit_groups():
     result = await _run(
         _part(4),
         _Sampling({"b:7": 60}),
-        _Kept(),
+        _RecordedRows(),
         settings,
         judge=GroupJudge(keep),
         next_part=_part_of_three,
@@ -348,7 +348,7 @@ def _part_of_three(part: PlanPart) -> PlanPart:
 
 
 async def test_rejected_groups_are_dropped_and_more_are_drawn():
-    kept = _Kept()
+    kept = _RecordedRows()
     settings = _settings(batch_size=4, static=False)
     result = await _run(
         _part(4), _Sampling(), kept, settings, judge=GroupJudge(_odd), next_part=_more
@@ -362,7 +362,7 @@ async def test_rejected_groups_are_dropped_and_more_are_drawn():
 
 async def test_a_retry_adopts_all_parts_of_an_earlier_attempt():
     parts = [_part(4), _more(_part(4))]
-    kept = _Kept([_done("b:1"), _done("b:2"), _done("b:5")])
+    kept = _RecordedRows([_done("b:1"), _done("b:2"), _done("b:5")])
     sampling = _Sampling()
     result = await _run(
         parts,
@@ -384,7 +384,7 @@ async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
         await _run(
             _part(2),
             _Sampling(),
-            _Kept(),
+            _RecordedRows(),
             settings,
             judge=GroupJudge(lambda samples: Rejection("no")),
             next_part=_more,
@@ -392,7 +392,7 @@ async def test_a_filter_that_rejects_everything_is_an_error_with_its_reasons():
 
 
 async def test_a_finished_group_of_the_buffer_is_not_sampled():
-    class Earlier(_Kept):
+    class Earlier(_RecordedRows):
         def earlier(self, digest, group_ids):
             assert digest == "old"
             return {group_id: [_done(group_id)] for group_id in group_ids}
@@ -416,13 +416,18 @@ async def test_two_rollouts_share_the_slots_first_come_first_served():
     slots = asyncio.Semaphore(2)
     sampling = _Sampling()
     first = asyncio.create_task(
-        run_rollout([_part(4)], STATIC, sampling, _Kept(), judge=GroupJudge(), slots=slots)
+        run_rollout([_part(4)], STATIC, sampling, _RecordedRows(), judge=GroupJudge(), slots=slots)
     )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await asyncio.sleep(0.005)
     second = run_rollout(
-        [_part(4, first=4, number=1)], STATIC, sampling, _Kept(), judge=GroupJudge(), slots=slots
+        [_part(4, first=4, number=1)],
+        STATIC,
+        sampling,
+        _RecordedRows(),
+        judge=GroupJudge(),
+        slots=slots,
     )
     await asyncio.gather(first, second)
     assert sampling.most == 2 and sampling.called == [f"b:{i}" for i in range(8)]

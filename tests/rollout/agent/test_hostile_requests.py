@@ -84,20 +84,22 @@ async def _gateway() -> AsyncIterator[
         yield post
 
 
-def _refused(answer: tuple[int, dict[str, Any]], asked: Any, where: str = "") -> None:
-    status, said = answer
-    assert (status, said.get("error", said).get("type")) == (400, "DataError"), (
-        f"{asked!r:.80} was answered by {said}"
+def _refused(answer: tuple[int, dict[str, Any]], request: Any, where: str = "") -> None:
+    status, content = answer
+    assert (status, content.get("error", content).get("type")) == (400, "DataError"), (
+        f"{request!r:.80} was answered by {content}"
     )
-    assert where in said["error"]["message"]
+    assert where in content["error"]["message"]
 
 
 async def test_invalid_chat_requests_are_refused_by_field_and_the_session_stays_open():
     async with _gateway() as ask:
         for body in CHATS:
             _refused(await ask("/sessions/s/v1/chat/completions", json.dumps(body)), body)
-        status, said = await ask("/sessions/s/v1/chat/completions", json.dumps({"messages": HELLO}))
-    assert status == 200 and said["choices"][0]["message"]["content"] == "yes"
+        status, content = await ask(
+            "/sessions/s/v1/chat/completions", json.dumps({"messages": HELLO})
+        )
+    assert status == 200 and content["choices"][0]["message"]["content"] == "yes"
 
 
 async def test_invalid_generate_requests_are_refused_by_field():

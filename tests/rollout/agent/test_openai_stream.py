@@ -56,11 +56,11 @@ class _Letters:
     def apply_chat_template(
         self, messages, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
     ) -> str:
-        said = "".join(
+        reply = "".join(
             f"{one['role'][0]}:{one['content'] or ''}{one.get('tool_calls') or ''}#"
             for one in messages
         )
-        return said + ("a:" if add_generation_prompt else "")
+        return reply + ("a:" if add_generation_prompt else "")
 
 
 class Engine:
@@ -68,9 +68,9 @@ class Engine:
 
     end_ids = frozenset({END})
 
-    def __init__(self, said: str, half: int, error: Exception | None = None) -> None:
+    def __init__(self, reply: str, half: int, error: Exception | None = None) -> None:
         self.ids, self.half, self.error, self.go = (
-            [*map(ord, said), END],
+            [*map(ord, reply), END],
             half,
             error,
             asyncio.Event(),
@@ -90,20 +90,20 @@ class Engine:
 
 @asynccontextmanager
 async def opened(engine: Engine) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatSessions, str]]:
-    made: list[ChatSessions] = []
+    opened_sessions: list[ChatSessions] = []
 
     def routes(gateway: Gateway):
-        made.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
-        return made[0].routes()
+        opened_sessions.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
+        return opened_sessions[0].routes()
 
     fakes: tuple[Any, Any] = (engine, _Letters())
     async with Gateway(*fakes, context_len=2000, routes=routes) as gateway:
-        made[0].begin(Sample(session_id="s"))
+        opened_sessions[0].begin(Sample(session_id="s"))
         client = openai.AsyncOpenAI(
             base_url=f"{gateway.url}/sessions/s/v1", api_key="none", max_retries=0
         )
         async with client:
-            yield client, made[0], gateway.url
+            yield client, opened_sessions[0], gateway.url
 
 
 async def _read(
@@ -145,13 +145,13 @@ async def test_text_is_sent_before_the_reply_is_finished():
 
 
 @pytest.mark.parametrize(
-    ("said", "early", "content"),
+    ("reply", "early", "content"),
     [(f"let me see\n{CALL}", "let me", "let me see"), (CALL, None, None)],
 )
 async def test_a_tool_call_is_sent_as_a_whole_and_the_text_before_it_as_it_is_sampled(
-    said, early, content
+    reply, early, content
 ):
-    engine = Engine(said, half=7)
+    engine = Engine(reply, half=7)
     if early is None:
         engine.go.set()
     async with opened(engine) as (client, _, _):

@@ -53,12 +53,12 @@ def test_unhealthy_and_lost_engines_are_not_chosen():
 
 
 async def test_a_request_to_a_dead_engine_is_sent_to_another_engine():
-    asked = []
+    hosts = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/workers":
             return httpx.Response(200, json={"workers": WORKERS[:2]})
-        asked.append(request.url.host)
+        hosts.append(request.url.host)
         if request.url.host == "e0":
             raise httpx.ConnectError("refused")
         meta = {
@@ -73,5 +73,5 @@ async def test_a_request_to_a_dead_engine_is_sent_to_another_engine():
     ) as client:
         client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
         (generation,) = await client.generate([5], {"max_new_tokens": 1}, routed_from=0)
-    assert asked == ["e0", "e1"] and generation.routed_experts is not None
+    assert hosts == ["e0", "e1"] and generation.routed_experts is not None
     assert generation.routed_experts.tolist() == [[1, 2]]

@@ -28,7 +28,7 @@ from tests.live_engine import VOCAB_SIZE, log_probs
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40, "ignore_eos": True}
 
 
-class _Told(list[Generation]):
+class _Watched(list[Generation]):
     """Partial responses that a watch got, in order."""
 
     def check(self, whole: Generation) -> None:
@@ -43,15 +43,15 @@ class _Told(list[Generation]):
 
 @pytest.mark.integration
 async def test_a_real_engine_streams_through_the_router_and_continues_after_an_abort(live):
-    told = _Told()
+    watched = _Watched()
     async with (
         GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=60) as client,
         Engine(live.server.url) as engine,
     ):
 
         def watch(part: Generation) -> None:
-            told.append(part)
-            if len(told) == 5:
+            watched.append(part)
+            if len(watched) == 5:
                 aborts.append(asyncio.ensure_future(engine.abort_all()))
 
         aborts: list[asyncio.Future[None]] = []
@@ -59,10 +59,10 @@ async def test_a_real_engine_streams_through_the_router_and_continues_after_an_a
         (whole,) = await client.generate([5, 6, 7], sampling, watch=watch)
         await asyncio.gather(*aborts)
         streamed = await asyncio.gather(
-            *(client.generate([5, 6, 7], SAMPLING, watch=told_of.append) for told_of in ([], []))
+            *(client.generate([5, 6, 7], SAMPLING, watch=parts.append) for parts in ([], []))
         )
-    told.check(whole)
-    assert len(told) > 20 and len(whole.response_ids) == 200 and whole.finish_reason == "length"
+    watched.check(whole)
+    assert len(watched) > 20 and len(whole.response_ids) == 200 and whole.finish_reason == "length"
     np.testing.assert_allclose(
         whole.log_probs, log_probs(live.model, [5, 6, 7], whole.response_ids), atol=1e-4
     )
@@ -91,7 +91,7 @@ class _Scripted:
 
     def __init__(self, *answers: list[Any]) -> None:
         self.answers = list(answers)
-        self.asked = []
+        self.requests = []
 
     def client(self) -> GenerateClient:
         client = GenerateClient("http://router", vocab_size=VOCAB_SIZE, deadline_s=5.0)
@@ -99,7 +99,7 @@ class _Scripted:
         return client
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(json.loads(request.content))
+        self.requests.append(json.loads(request.content))
         return httpx.Response(200, content=self._body(self.answers.pop(0)))
 
     async def _body(self, events: list[Any]) -> AsyncIterator[bytes]:
@@ -112,19 +112,19 @@ class _Scripted:
         yield b"data: [DONE]\n\n"
 
 
-async def _streamed(*answers: list[Any]) -> tuple[Generation, _Told, list[dict[str, Any]]]:
+async def _streamed(*answers: list[Any]) -> tuple[Generation, _Watched, list[dict[str, Any]]]:
     script = _Scripted(*answers)
-    told = _Told()
+    watched = _Watched()
     async with script.client() as client:
-        (whole,) = await client.generate([9], {"max_new_tokens": 4}, watch=told.append)
-    told.check(whole)
-    return whole, told, script.asked
+        (whole,) = await client.generate([9], {"max_new_tokens": 4}, watch=watched.append)
+    watched.check(whole)
+    return whole, watched, script.requests
 
 
 async def test_events_with_all_tokens_and_events_with_new_tokens_give_the_same_response():
-    every, _, (asked,) = await _streamed([_event([1]), _event([1, 2]), _event([1, 2, 3], "stop")])
+    every, _, (request,) = await _streamed([_event([1]), _event([1, 2]), _event([1, 2, 3], "stop")])
     length = "output_token_logprobs_length"
-    new, told, _ = await _streamed(
+    new, watched, _ = await _streamed(
         [
             _event([1], None, {length: 1}),
             _event([2], None, {length: 2}),
@@ -138,11 +138,11 @@ async def test_events_with_all_tokens_and_events_with_new_tokens_give_the_same_r
             "stop",
         )
         assert found.weight_versions == [(3, "b@1@d")]
-    assert [(part.response_ids, part.finish_reason) for part in told] == [
+    assert [(part.response_ids, part.finish_reason) for part in watched] == [
         ([1], "abort"),
         ([1, 2], "abort"),
     ]
-    assert (asked["stream"], asked["input_ids"]) == (True, [9])
+    assert (request["stream"], request["input_ids"]) == (True, [9])
 
 
 async def test_tokens_that_are_twice_in_one_event_are_read_once():
@@ -164,18 +164,21 @@ async def test_tokens_that_do_not_follow_the_earlier_tokens_are_refused(length: 
 async def test_a_response_continues_after_a_broken_connection():
     spans = {"weight_versions": [{"version": "b@1@d", "start": 0, "end": 9}]}
     broken = [_event([1]), _event([1, 2], None, spans), httpx.ReadError("gone")]
-    whole, told, asked = await _streamed(
+    whole, watched, requests = await _streamed(
         broken, [_event([3]), _event([3, 4], "length", {"weight_version": "b@2@e"})]
     )
     assert (whole.response_ids, whole.log_probs) == ([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
     assert whole.weight_versions == [(2, "b@1@d"), (2, "b@2@e")]
-    assert [part.response_ids for part in told] == [[1], [1, 2], [1, 2, 3]]
-    assert (asked[1]["input_ids"], asked[1]["sampling_params"]["max_new_tokens"]) == ([9, 1, 2], 2)
+    assert [part.response_ids for part in watched] == [[1], [1, 2], [1, 2, 3]]
+    assert (requests[1]["input_ids"], requests[1]["sampling_params"]["max_new_tokens"]) == (
+        [9, 1, 2],
+        2,
+    )
 
 
 async def test_a_connection_that_breaks_before_the_first_token_is_repeated():
-    whole, _, asked = await _streamed([httpx.ReadError("gone")], [_event([7], "stop")])
-    assert whole.response_ids == [7] and asked[0] == asked[1]
+    whole, _, requests = await _streamed([httpx.ReadError("gone")], [_event([7], "stop")])
+    assert whole.response_ids == [7] and requests[0] == requests[1]
 
 
 async def test_an_error_in_the_stream_is_an_error():
@@ -241,9 +244,9 @@ def test_text_that_may_become_a_stop_text_or_a_call_is_held_back(text, sent):
 
 
 def test_a_message_begins_with_the_text_that_was_sent():
-    said = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
-    assert with_sent_prefix(said, "\n\nfind")["content"] == "\n\nfind it"
-    assert with_sent_prefix(said, "fund")["content"] == "fund it", (
+    message = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
+    assert with_sent_prefix(message, "\n\nfind")["content"] == "\n\nfind it"
+    assert with_sent_prefix(message, "fund")["content"] == "fund it", (
         "the tokenizer wrote its beginning anew"
     )
-    assert with_sent_prefix({**said, "content": None}, "")["content"] is None
+    assert with_sent_prefix({**message, "content": None}, "")["content"] is None

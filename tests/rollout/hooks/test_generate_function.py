@@ -37,23 +37,23 @@ class _Engine:
 
     end_ids = frozenset({END})
 
-    def __init__(self, said: str = "yes") -> None:
-        self.said = said
-        self.asked = []
+    def __init__(self, reply: str = "yes") -> None:
+        self.reply = reply
+        self.requests = []
 
     async def generate(
         self, ids, sampling, *, stop=None, routing_key=None, where="", **_: Any
     ) -> list[Generation]:
-        self.asked.append((list(ids), sampling))
+        self.requests.append((list(ids), sampling))
         if stop is not None and stop.is_set():
             return [Generation([], [], "abort", [], "e", 0, 1.0, 2.0)]
-        said = [*TOKENIZER.encode(self.said), END]
+        reply = [*TOKENIZER.encode(self.reply), END]
         return [
             Generation(
-                said,
-                [-0.5] * len(said),
+                reply,
+                [-0.5] * len(reply),
                 "stop",
-                [(len(said), f"b@{len(self.asked)}@d")],
+                [(len(reply), f"b@{len(self.requests)}@d")],
                 "e",
                 0,
                 1.0,
@@ -63,7 +63,7 @@ class _Engine:
 
 
 @asynccontextmanager
-async def _way(
+async def _generate_function(
     tmp_path: Path,
     source: str,
     engine: _Engine,
@@ -89,9 +89,9 @@ async def _way(
         }
     )
     model = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}
-    ground = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
-    occasion = RolloutContext(config.rollout, 4, evaluation=evaluation, stop=stop)
-    async with open_generate_function(ground, occasion, engine) as generate:  # pyright: ignore[reportArgumentType]
+    resources = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
+    context = RolloutContext(config.rollout, 4, evaluation=evaluation, stop=stop)
+    async with open_generate_function(resources, context, engine) as generate:  # pyright: ignore[reportArgumentType]
         yield generate
 
 
@@ -99,7 +99,7 @@ async def _rows(
     tmp_path: Path, source: str, engine: _Engine | None = None, **keywords: Any
 ) -> list[Sample]:
     path = str(tmp_path / "mine.py")
-    async with _way(
+    async with _generate_function(
         tmp_path, source, engine or _Engine(), custom_generate_function_path=path, **keywords
     ) as generate:
         return await generate(GROUP)
@@ -132,20 +132,23 @@ async def generate(args, sample, sampling_params):
 async def test_a_function_of_slime_gets_versions_and_log_probs_without_requesting_them(tmp_path):
     engine = _Engine()
     rows = await _rows(tmp_path, SLIME, engine, max_turns=7)
-    said = [*TOKENIZER.encode("yes"), END]
+    reply = [*TOKENIZER.encode("yes"), END]
     assert [(row.index, row.rollout_id, row.seed, row.status) for row in rows] == [
         (0, 0, 10, Status.COMPLETED),
         (1, 1, 11, Status.COMPLETED),
     ]
     for row in rows:
         assert (row.response_ids, row.rollout_log_probs, row.prompt_ids) == (
-            said,
+            reply,
             [-0.5] * 4,
             list(GROUP.prompt_ids),
         )
         assert row.weight_versions == [(4, 1)], "equal answers to equal requests: the older weights"
         assert vars(row)["tool_call_count"] == 7 and row.response.startswith("yes")
-    assert engine.asked[0][1]["max_new_tokens"] == 9 and engine.asked[0][1]["no_stop_trim"] is True
+    assert (
+        engine.requests[0][1]["max_new_tokens"] == 9
+        and engine.requests[0][1]["no_stop_trim"] is True
+    )
 
 
 WRITTEN_FOR_SLIME = """
@@ -214,16 +217,16 @@ async def generate(args, sample, sampling_params, evaluation=False):
 async def test_an_unmodified_openai_client_becomes_token_exact_samples(tmp_path):
     engine = _Engine()
     rows = await _rows(tmp_path, AGENT, engine)
-    said = [*TOKENIZER.encode("yes"), END]
+    reply = [*TOKENIZER.encode("yes"), END]
     first = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     for row in rows:
-        given = row.response_ids[4:-4]
-        assert row.prompt_ids == first and row.response_ids[:4] == row.response_ids[-4:] == said
+        between = row.response_ids[4:-4]
+        assert row.prompt_ids == first and row.response_ids[:4] == row.response_ids[-4:] == reply
         assert (
-            TOKENIZER.decode(given)
+            TOKENIZER.decode(between)
             == "<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
         )
-        assert row.loss_mask == [1] * 4 + [0] * len(given) + [1] * 4 and row.num_turns == 2
+        assert row.loss_mask == [1] * 4 + [0] * len(between) + [1] * 4 and row.num_turns == 2
         assert (row.reward, row.status, row.group_id, row.label) == (
             0.25,
             Status.COMPLETED,
@@ -231,10 +234,10 @@ async def test_an_unmodified_openai_client_becomes_token_exact_samples(tmp_path)
             "l",
         )
         assert [row.prompt_ids + row.response_ids[:-4], row.prompt_ids] == sorted(
-            (ids for ids, _ in engine.asked if ids[: len(first)] == first), key=len, reverse=True
+            (ids for ids, _ in engine.requests if ids[: len(first)] == first), key=len, reverse=True
         )[:: len(rows)][:2]
-    assert {params["max_new_tokens"] for _, params in engine.asked} == {5, 9}
-    assert {params["temperature"] for _, params in engine.asked} == {1.0}, (
+    assert {params["max_new_tokens"] for _, params in engine.requests} == {5, 9}
+    assert {params["temperature"] for _, params in engine.requests} == {1.0}, (
         "the run's, whatever the client says"
     )
 
@@ -299,7 +302,7 @@ async def test_after_a_cut_off_a_function_returns_partial_samples_and_continues_
     source += "    if sample.index:\n        await asyncio.sleep(60)\n"
     source += "    return await _one(args, sample, sampling_params)\n"
     path = f"{tmp_path / 'mine.py'}:generate"
-    async with _way(
+    async with _generate_function(
         tmp_path, source, _Engine(), stop=stop, custom_generate_function_path=path
     ) as generate:
         running = asyncio.ensure_future(generate(GROUP))
@@ -315,7 +318,7 @@ async def test_after_a_cut_off_a_function_returns_partial_samples_and_continues_
         begun.response_ids = begun.response_ids[:2]
         begun.rollout_log_probs = [-0.5] * 2
         begun.weight_versions = [(2, 0)]
-    async with _way(
+    async with _generate_function(
         tmp_path, source.replace("60", "0"), _Engine(), custom_generate_function_path=path
     ) as generate:
         again = await generate(GROUP, [begun])
@@ -339,7 +342,7 @@ def second(args, sample):
 """
     paths = [f"{tmp_path / 'mine.py'}:first", f"{tmp_path / 'mine.py'}:second"]
     single = GROUP.model_copy(update={"seeds": (10,)})
-    async with _way(
+    async with _generate_function(
         tmp_path, source, _Engine(), evaluation=True, rollout_sample_hook_path=paths
     ) as generate:
         (row,) = await generate(single)
@@ -349,7 +352,7 @@ def second(args, sample):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (
             "async def generate(args, sample): pass",
@@ -360,10 +363,10 @@ def second(args, sample):
     ],
 )
 def test_a_function_with_a_wrong_signature_is_refused_with_the_accepted_forms(
-    tmp_path, source, said
+    tmp_path, source, message
 ):
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_generate(str(tmp_path / "mine.py"))
 
 

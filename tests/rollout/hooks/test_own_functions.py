@@ -100,7 +100,7 @@ return groups
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             "sample.generate_function_path = 'a.py:f'",
@@ -112,12 +112,12 @@ return groups
     ],
 )
 async def test_an_unread_field_is_refused_with_the_replacement(
-    tmp_path: Path, line: str, said: str
+    tmp_path: Path, line: str, message: str
 ):
     source = f"def generate(args, sample, sampling_params):\n    {line}\n{ANSWER}"
     with pytest.raises(GroupFailed, match="is not read") as caught:
         await _rows(tmp_path, source)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     hook = tmp_path / "hook.py"
     hook.write_text(f"def hook(args, sample):\n    {line}\n")
     plain = f"def generate(args, sample, sampling_params):\n{ANSWER}"
@@ -181,8 +181,8 @@ async def test_a_held_out_set_may_have_a_separate_generate_function(tmp_path: Pa
     labels = {}
     for dataset in config.evaluation.datasets:
         rollout = config.rollout.model_copy(update=dataset.sampling())
-        occasion = RolloutContext(rollout, 0, evaluation=True)
-        async with open_generate_function(resources, occasion, _Engine()) as generate:  # pyright: ignore[reportArgumentType]
+        context = RolloutContext(rollout, 0, evaluation=True)
+        async with open_generate_function(resources, context, _Engine()) as generate:  # pyright: ignore[reportArgumentType]
             labels[dataset.name] = {row.label for row in await generate(GROUP)}
     assert labels == {"a": {"own"}, "b": {"run"}}
     assert config.reads_text
@@ -248,11 +248,11 @@ async def test_a_samples_teacher_log_probs_are_stored_if_the_run_uses_them(
     rows = await _opd_rows(tmp_path, "[-1.5]", opd)
     stored = table_to_samples(decode(encode(samples_to_table(rows, 0)), "test"))
     assert [row.teacher_log_probs for row in stored] == [[-1.5], [-1.5]]
-    for values, said in (
+    for values, message in (
         ("[-1.5, -2.0]", "one value per response token"),
         ("[float('nan')]", "not a finite number"),
     ):
-        with pytest.raises(GroupFailed, match=said):
+        with pytest.raises(GroupFailed, match=message):
             await _opd_rows(tmp_path, values, opd)
     with pytest.raises(GroupFailed, match=r"teacher\.opd_type: samples"):
         await _opd_rows(tmp_path, "[-1.5]", {"teacher": {"opd_type": "samples"}})

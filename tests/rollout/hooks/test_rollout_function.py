@@ -150,7 +150,7 @@ GET_TWO = "groups = finish(data_source.get_samples(2))\n"
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("return data_source.get_samples(2)", r"(?s)not finished.*add_samples"),
         ("return finish(data_source.get_samples(1))", r"(?s)too few groups.*1 groups"),
@@ -171,9 +171,9 @@ GET_TWO = "groups = finish(data_source.get_samples(2))\n"
     ],
 )
 async def test_a_wrong_answer_of_a_rollout_function_is_an_error_with_the_reason(
-    tmp_path, body, said
+    tmp_path, body, message
 ):
-    with pytest.raises(HookError, match=said):
+    with pytest.raises(HookError, match=message):
         await _run(tmp_path, _planner(tmp_path), body, 0, DataState())
 
 

@@ -122,7 +122,7 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (None, "another type[\\s\\S]*NoneType"),
         ([], "no sample"),
@@ -156,8 +156,8 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
         ),
     ],
 )
-def test_an_invalid_sample_is_an_error_with_the_reason(answer, said):
-    with pytest.raises(HookError, match=said):
+def test_an_invalid_sample_is_an_error_with_the_reason(answer, message):
+    with pytest.raises(HookError, match=message):
         _rows(copy.deepcopy(answer))
 
 
