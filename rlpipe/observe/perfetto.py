@@ -87,7 +87,7 @@ def timeline(works: Sequence[Work], responses: Sequence[Response]) -> Iterator[d
 def write_timeline(path: Path, works: Sequence[Work], responses: Sequence[Response]) -> int:
     """Write the timeline as gzipped JSON and return the number of events."""
     events = list(timeline(works, responses))
-    # Renamed when complete, so that nobody opens a part of the file.
+    # Renamed when complete: readers never open a part of the file.
     unfinished = path.with_name(f".{path.name}")
     with gzip.open(unfinished, "wt") as out:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, out)
