@@ -42,8 +42,9 @@ from rlpipe.errors import ResourceError, RlpipeError
 
 
 async def apply(site: Site, folder: Path) -> list[str]:
-    """Declare everything that a site has; return the deployments' full names. Raises:
-    ConfigError.
+    """Declare everything of a site; return the deployments' full names.
+
+    Raises: ConfigError.
     """
     flows = {
         name: await Flow.afrom_source(source=str(ROOT), entrypoint=path)
@@ -86,6 +87,7 @@ async def deploy(
         work_pool_name=pool,
         work_queue_name=declaration.queue,
         job_variables={"env": variables},
+        # See the module: a limit of the deployment would end runs.
         concurrency_limit=None,
         description=flow.description,
     )
@@ -98,6 +100,7 @@ def add_recipe_choice(deployment: RunnerDeployment, recipe: str | None) -> None:
 
     The form does not show a value that is not among its choices.
     """
+    # Prefect has no public access to the schema.
     properties = deployment._parameter_openapi_schema.properties
     if recipe is not None:
         names = properties["recipe"]["anyOf"][0]["enum"]
@@ -124,6 +127,7 @@ def environment(folder: Path) -> dict[str, str]:
     keep_caches_in(folder)
     caches = {
         name: os.environ[name]
+        # A worker may start in a shell without these variables.
         for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
         if name in os.environ
     }
@@ -150,6 +154,7 @@ def site_and_home(arguments: argparse.Namespace) -> tuple[Site, Path]:
     """Return site and home of a command line. Raises: ConfigError."""
     site = load_site(Path(arguments.site) if arguments.site else None)
     changed: dict[str, Any] = {"pool": arguments.pool} if arguments.pool else {}
+    # Only the limit changes; the set keeps its GPUs.
     if arguments.limit is not None:
         changed["gpu_sets"] = {
             **site.sets,

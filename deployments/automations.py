@@ -75,6 +75,7 @@ def _silent(site: Site, after_s: float) -> AutomationCore:
                 name="Crashed",
                 state=StateType.CRASHED,
                 message=f"its process sent no heartbeat for {after_s:g} s",
+                # Not forced: a run that has ended meanwhile keeps its state.
                 force=False,
             )
         ],
@@ -173,6 +174,7 @@ async def apply_automations(client: PrefectClient, site: Site) -> list[str]:
             await client.update_automation(existing[name].id, automation)
         else:
             await client.create_automation(automation)
+    # For example after `alerts.block` was removed from the site.
     for name in existing.keys() - declared.keys():
         await client.delete_automation(existing[name].id)
     return sorted(declared)

@@ -95,6 +95,7 @@ def _flows(site: Site) -> Iterator[Declaration]:
 
 def _recipes(site: Site) -> Iterator[Declaration]:
     for recipe in recipes():
+        # Refuse settings now that every scheduled run would refuse later.
         load_run(recipe, site.settings)
         queue, gpus = _queue_and_gpus(site, None, "train")
         parameters = _with_site(site, "train", {"recipe": recipe})
@@ -158,9 +159,7 @@ def _check(schedule: Schedule, deployment: str) -> None:
 
 
 def timetable(schedule: Schedule) -> Timetable:
-    """Convert a schedule to Prefect's type. Raises: ValueError for a wrong cron or iCalendar
-    text.
-    """
+    """Convert a schedule to Prefect's type. Raises: ValueError for a wrong cron or rrule."""
     return Timetable(
         cron=schedule.cron,
         interval=None if schedule.interval_s is None else timedelta(seconds=schedule.interval_s),

@@ -49,8 +49,7 @@ async def served(site: Site, chosen: Sequence[str]) -> list[RunnerDeployment]:
 
 
 def check_limit(chosen: Sequence[str], limit: int | None) -> None:
-    """Refuse a limit shared by runs and iterations: a run would wait for an iteration that waits
-    for it.
+    """Refuse a limit shared by runs and iterations: a run would wait for its own iteration.
 
     Raises: ConfigError.
     """
@@ -95,6 +94,7 @@ def main() -> int:
         arguments.limit = None  # Here a limit of this process, not of a set of GPUs.
         site, folder = site_and_home(arguments)
         os.environ.update(environment(folder))
+        # Entrypoints and recipes are relative to the checkout.
         os.chdir(ROOT)
         deployments = asyncio.run(served(site, arguments.flows))
         with report_unreachable_server():

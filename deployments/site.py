@@ -140,6 +140,7 @@ class Site(Config):
     @property
     def settings(self) -> tuple[str, ...]:
         """`overrides`, preceded by the settings that follow from the site's name."""
+        # Iterations of this site must run on its own workers.
         iterations = f"orchestration.deployment=iteration/{self.deployment_name('iteration')}"
         return (iterations, *self.overrides) if self.name else self.overrides
 
@@ -149,9 +150,7 @@ class Site(Config):
 
     @property
     def tag(self) -> str:
-        """Tag of the site's runs, and prefix of its automations: sites may share a Prefect
-        server.
-        """
+        """Tag of the site's runs, and prefix of its automations."""
         return f"rlpipe/{self.pool}"
 
     @property

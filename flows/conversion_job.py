@@ -85,6 +85,7 @@ def fetched_checkpoint(files: Files, node: Node, home: Path) -> Iterator[Path]:
 
     Raises: ObjectMissing, ObjectCorrupt, StoreFull.
     """
+    # Below the home, not in /tmp: a checkpoint may not fit there.
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix="conversion-", dir=home, ignore_cleanup_errors=True
@@ -136,6 +137,7 @@ async def run_conversion(
         sys.executable,
         *arguments,
         stdout=asyncio.subprocess.PIPE,
+        # Ctrl-C reaches this process only, which then kills the child.
         start_new_session=True,
         limit=LINE_BYTES,
     )
@@ -152,6 +154,7 @@ async def run_conversion(
             if message:
                 await report_progress(message)
     finally:
+        # The wait was cancelled or a message could not be read.
         if process.returncode is None:
             process.kill()
         await process.wait()
@@ -191,5 +194,6 @@ def _model_dir(stored: dict[str, Any], home: Path) -> Path | None:
     try:
         config = validate_stored(stored)
         return Path(model_directory(config.model, home, seed=config.seed))
+    # The model was removed since the run. The checkpoint has its own configuration.
     except ConfigError:
         return None

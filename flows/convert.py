@@ -47,8 +47,7 @@ async def convert(
     max_shard_gb: float = 5.0,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Convert `source`, or the checkpoint `of` a run, into `destination`; return a report with
-    sizes.
+    """Convert `source`, or the checkpoint `of` a run, into `destination`; return a report.
 
     A source with config.json becomes a torch_dist checkpoint. Any other source is a checkpoint and
     becomes a Hugging Face directory, with the configuration and tokenizer of the checkpoint or of
@@ -94,6 +93,7 @@ async def conversion(job: dict[str, Any]) -> dict[str, Any]:
         done = message["done"]
         total = message["total"]
         log.info("%s: %.0f of %.0f MiB", message["what"], done / 1024**2, total / 1024**2)
+        # One request to the Prefect server a message would slow the conversion down.
         if time.monotonic() > updated_s + PROGRESS_INTERVAL_S:
             updated_s = time.monotonic()
             await aupdate_progress_artifact(progress, 100.0 * done / max(1, total))

@@ -74,6 +74,7 @@ class DeployedIterations(Iterations):
         Raises: ConfigError if the deployment does not exist.
         """
         self._attempts_left[k] = self._policy.retries
+        # The init digest distinguishes runs of one name with different first weights.
         key = f"{self._ctx.files.root}#{self._config.run}#{self._ctx.init[:16]}#{k}"
         same_key = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
         found = await self._client.read_flow_runs(flow_run_filter=same_key, limit=1)
@@ -95,6 +96,7 @@ class DeployedIterations(Iterations):
                 self._policy.deployment,
                 parameters={"run": self._config.run, "k": k},
                 flow_run_name=f"{self._config.run}-{k}",
+                # 0: return at once instead of waiting for the flow run.
                 timeout=0,
                 idempotency_key=key,
                 job_variables={f"env.{name}": value for name, value in self._environment().items()},
@@ -117,8 +119,7 @@ class DeployedIterations(Iterations):
         return {HOME_VARIABLE: str(default_home()), **gpus}
 
     async def result(self, k: int) -> dict[str, NodeRef]:
-        """Wait for the commit of iteration k. Reschedule a flow run that ends without one, if
-        allowed.
+        """Wait for the commit of iteration k. Reschedule a flow run that ends without one.
 
         Raises: IterationFailed; DeadlineExceeded after `orchestration.timeout_s`.
         """
@@ -150,18 +151,18 @@ class DeployedIterations(Iterations):
         ] + [None]
 
     async def _until_ended(self, k: int) -> FlowRun | None:
-        """Return None once the iteration is committed, or its flow run if that ended without a
-        commit.
-        """
+        """Return None once the iteration is committed, or its flow run if that ended before."""
         deadline_s = time.monotonic() + self._policy.timeout_s
         while True:
             run = await self._client.read_flow_run(self._open[k])
+            # The commit counts, whatever state Prefect shows.
             if await asyncio.to_thread(is_committed, self._ctx, k):
                 return None
             if k in self._cancel_deadline_s:
                 await self._reschedule_once_cancelled(k, run)
             elif _ended(run) and not _just_crashed(run):
                 return run
+            # Another driver has taken over: its flow runs must not be rescheduled from here.
             if self._ctx.epoch.lost:
                 raise self._ctx.epoch.lost
             # Processes of iterations join the Ray of this process: only this process restarts it.

@@ -46,8 +46,9 @@ class StoredRun:
 
 
 def stored_run(home: Path, run: str, store: str | None = None) -> StoredRun:
-    """Find a run by name: in `store`, else in the store that this home recorded, else in the home's
-    store.
+    """Find a run by name.
+
+    The store is `store`, else the one that this home recorded, else the home's own.
 
     Raises: ConfigError if the run does not exist; ObjectCorrupt.
     """
@@ -130,6 +131,7 @@ def fork_run(
     elif iteration is None:
         iteration = newest.iteration
     start = json.dumps({"branch": parent, "iteration": iteration})
+    # The fork gets its weights from its parent only.
     fixed = [f"fork_from={start}", "warm_start=null", "model.start_from=null"]
     config = load_run(source.recipe, [*overrides, *fixed], run or f"{parent}-from-{iteration}")
     if config.num_rollout <= iteration + 1:
@@ -189,6 +191,7 @@ def evaluation_config(
         base = load_run(source, fixed, run)
         start = saved_weights(Files(base.store.root or home / "store"), run, iteration)
         title = name or f"{run}.eval-{start.iteration}"
+        # The weights of the run replace those of the recipe's model.
         fixed.append(f"model.start_from={start.model_dump_json()}")
     config = load_run(source, fixed, title)
     if not config.evaluation.datasets:
@@ -202,8 +205,7 @@ def evaluation_config(
 
 
 def saved_weights(files: Files, run: str, iteration: int | None) -> BranchModel:
-    """Return the iteration whose weights are saved: `iteration`, else the newest one with a
-    checkpoint.
+    """Return the iteration with saved weights: `iteration`, else the newest with a checkpoint.
 
     Raises: ConfigError if the weights have no checkpoint.
     """
@@ -302,9 +304,7 @@ def training_recipe(
 def branch_overrides(
     source: StoredRun, iterations: Sequence[int], parent: str | None, *, loads: str
 ) -> list[str]:
-    """Return overrides for a branch that loads the rollouts of `loads` and follows the commit
-    `parent`.
-    """
+    """Return overrides for a branch with the rollouts of `loads`, after the commit `parent`."""
     fork = parse_commit_name(parent) if parent else None
     return [
         f"num_rollout={iterations[-1] + 1}",
@@ -327,14 +327,17 @@ def first_weights(source: StoredRun) -> dict[str, Any] | None:
 
 
 def trained_run(branches: Branches, run: str) -> str:
-    """Return the run that trained on the rollouts of `run`: itself, or the source of a reprocessed
-    run.
+    """Return the run that trained on the rollouts of `run`.
+
+    That is `run` itself, or the source of a reprocessed run.
     """
     branch = branches.get(run)
     seen = {run}
     while (
+        # A branch without commits that loads rollouts was reprocessed, not trained.
         loads := branch.config.get("debug", {}).get("load_debug_rollout_data")
     ) and not _own_commits(branches, branch.branch):
+        # The source was removed, or the branches refer to each other.
         if loads in seen or branches.find(loads) is None:
             break
         seen.add(loads)

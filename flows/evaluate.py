@@ -66,6 +66,7 @@ async def evaluate(
     """
     home = default_home()
     overrides = [*site, *overrides]
+    # A run without iterations: `drive` evaluates its first weights, then ends.
     config = evaluation_config(
         home, run=run, iteration=iteration, recipe=recipe, overrides=overrides, name=name
     )

@@ -93,8 +93,10 @@ class InProcess(Iterations):
         try:
             nodes = await self._open[k]
         finally:
+            # A cancelled iteration stays open, so that `close` awaits it and aborts its requests.
             if self._open[k].done() and not self._open[k].cancelled():
                 del self._open[k]
+        # Prefect may return a result of an earlier attempt: only the commit in the store counts.
         if not await asyncio.to_thread(is_committed, await context(self._config.run), k):
             raise IterationFailed(
                 "an iteration ended without a commit",
@@ -125,6 +127,7 @@ def numbered(k: int) -> Flow[[str, int], Any]:
         return await iteration.fn(run, k)
 
     stages.__qualname__ = f"{stages.__qualname__}_{k}"
+    # `with_options` copies the flow. Changing `fn` of the original would change every iteration.
     copy = iteration.with_options()
     copy.fn = stages
     return copy

@@ -33,11 +33,13 @@ async def iteration_run(run: str, k: int) -> Any:
             with Stopping(ctx.config.resources.stop_grace_s) as stopping:
                 await stopping.run(iteration.fn(run, k))
         except Preempted:
+            # The driver's other iterations keep their requests.
             await abort_requests(run, k)
             if await is_being_cancelled():
                 return Cancelled(message="cancelled; nodes of finished stages are in the store")
             raise
         finally:
+            # The actors belong to the driver.
             await close_context(run, end_actors=False)
     finally:
         disconnect()

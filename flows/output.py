@@ -36,6 +36,7 @@ def outlive_the_worker(flow: Any, flow_run: Any, state: Any) -> None:
         if (
             FLOW_RUN_ID_VARIABLE in os.environ
             and descriptor not in _replaced
+            # Only pipes break; a terminal or file needs no second pipe.
             and stat.S_ISFIFO(os.fstat(descriptor).st_mode)
         ):
             _replaced.add(descriptor)
@@ -43,6 +44,7 @@ def outlive_the_worker(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def _replace(descriptor: int) -> None:
+    # The worker's pipe keeps a number of its own, and the standard descriptor gets ours.
     worker_pipe = os.dup(descriptor)
     own_pipe, write_end = os.pipe()
     os.dup2(write_end, descriptor)
@@ -50,6 +52,7 @@ def _replace(descriptor: int) -> None:
     threading.Thread(
         target=_forward, args=(own_pipe, worker_pipe), name=f"output {descriptor}", daemon=True
     ).start()
+    # The thread is a daemon: without a wait the last lines would be lost at exit.
     atexit.register(_wait_until_empty, own_pipe)
 
 
@@ -71,4 +74,5 @@ def _wait_until_empty(own_pipe: int) -> None:
     unread_bytes = array.array("i", [1])
     while unread_bytes[0] and time.monotonic() < end_s:
         time.sleep(0.02)
+        # FIONREAD: number of bytes in the pipe.
         fcntl.ioctl(own_pipe, termios.FIONREAD, unread_bytes)

@@ -1,5 +1,4 @@
-"""Stop a run on SIGTERM (preemption, or Cancel in Prefect's UI): finish current work if it is
-short.
+"""Stop a run on SIGTERM: finish current work if it is short, begin no new work.
 
     with Stopping(grace_s=30) as stopping:
         await stopping.run(iteration(run, k))
@@ -44,8 +43,9 @@ class Preempted(RlpipeError):
 
 
 class Stopping:
-    """Context that handles SIGTERM. A nested context is the outer one: a warm start stops with its
-    run.
+    """Context that handles SIGTERM (preemption, or Cancel in Prefect's UI).
+
+    A nested context is the outer one: a warm start stops with its run.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -58,6 +58,7 @@ class Stopping:
         self._outer = _CURRENT.get()
         if self._outer is not None:
             return self._outer
+        # A context variable: subflows in the same task see the outer context.
         _CURRENT.set(self)
         self._loop = asyncio.get_running_loop()
         self._previous_handler = signal.getsignal(signal.SIGTERM)
@@ -76,7 +77,7 @@ class Stopping:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of `work`. After SIGTERM, `work` has `grace_s` seconds left; none on a
+        """Return the result of `work`. After SIGTERM, `work` has `grace_s` seconds; 0 on a
         Cancel.
 
         Raises: Preempted if SIGTERM came before, or if `work` did not finish in time.
@@ -107,6 +108,7 @@ class Stopping:
             await asyncio.gather(running, requested, return_exceptions=True)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        # A signal handler runs between two bytecodes: it must not touch asyncio objects directly.
         self._loop.call_soon_threadsafe(self._requested.set)
 
 
@@ -133,6 +135,7 @@ async def is_being_cancelled() -> bool:
     try:
         async with asyncio.timeout(QUERY_TIMEOUT_S), get_client() as client:
             states = [(await client.read_flow_run(UUID(run))).state for run in flow_runs]
+    # Not cancelled, as far as is known: the grace period applies.
     except (TimeoutError, httpx.HTTPError):
         return False
     return any(

@@ -85,6 +85,7 @@ async def train(
     overrides, run = apply_seed_and_fork(recipe, [*site, *overrides], run, seed=seed, fork=fork)
     config = load_run(recipe, overrides, format_run_name(run, flow_run.scheduled_start_time))
     home = default_home()
+    # Before the checks: the artifact shows a configuration that they refuse.
     await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
@@ -134,6 +135,7 @@ async def drive(
                     await run_iterations(config, first, observer, stopping)
                 except Preempted:
                     cancelled = await is_being_cancelled()
+                    # Saves a replay at the next start. Without it nothing is lost.
                     await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
                     raise
                 await keep_last(config.run)
@@ -141,7 +143,9 @@ async def drive(
             completed = True
         finally:
             await close_context(
-                config.run, end_actors=cancelled or (completed and config.resources.cluster is None)
+                # A preempted or failed run keeps its actors: the same command finds their state.
+                config.run,
+                end_actors=cancelled or (completed and config.resources.cluster is None),
             )
     return summary
 
@@ -164,6 +168,7 @@ async def run_iterations(
                 return
             start = time.perf_counter()
             work = iterations.finish(k)
+            # The weights of `first` were evaluated before the loop.
             if k > first and evaluates_concurrently(config, k):
                 work = run_both(work, evaluate_if_due(config, k, observer, concurrent=True))
             nodes = await stopping.run(work)
@@ -185,6 +190,7 @@ async def run_both(work: Coroutine[Any, Any, Result], other: Coroutine[Any, Any,
             tasks.create_task(other)
             working = tasks.create_task(work)
     except BaseExceptionGroup as several:
+        # Callers know the errors of stages, not exception groups.
         raise several.exceptions[0] from several
     return working.result()
 

@@ -60,8 +60,10 @@ async def begin(
     starting actors.
     """
     files = Files(config.store.root or home / "store")
+    # Read the key now: an unreadable key must not stop the first commit hours later.
     SigningKey.of_environment()
     check_same_run(Branches(files), config)
+    # Before the actors start: rebuilding weights needs the GPUs that they would take.
     origin = await fork_point(files, config, home, progress, takeover=takeover)
     progress.stage("start", note="Ray, engines, trainer, generator (about 30 s on CPUs)")
     ctx = await open_context(config, home, progress, takeover=takeover)
@@ -70,6 +72,7 @@ async def begin(
             await report_overlong(ctx, await ctx.cluster.generator.overlong())
         return await first_iteration(ctx, origin)
     except BaseException:
+        # Release the epoch, so that the next attempt is not refused.
         await close_context(config.run, end_actors=False)
         raise
 
@@ -184,6 +187,7 @@ async def first_weights(ctx: RunContext) -> str:
         deadline_s = ctx.config.resources.start_timeout_s
         outputs = await ctx.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
         if ctx.config.num_rollout and not ctx.config.debug.debug_rollout_only:
+            # Fail before the first rollout if the local disk has no room for a checkpoint.
             await ctx.cluster.trainer.call("require_room", deadline_s=deadline_s)
         ctx.nodes.commit(inputs.node(outputs={"version": 0, **outputs}))
         await asyncio.to_thread(
@@ -255,6 +259,7 @@ def _differences(stored: Any, current: Any, key: str = "") -> list[str]:
         )
         return [line for lines in nested for line in lines]
     same = (
+        # A stored list was a tuple before it became JSON.
         list(stored) == list(current)
         if isinstance(stored, (list, tuple)) and isinstance(current, (list, tuple))
         else stored == current

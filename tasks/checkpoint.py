@@ -32,6 +32,7 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
     train = nodes["train"].digest
     digests = {Stage(name): node.digest for name, node in nodes.items()}
     with traced(ctx.directory, "checkpoint", k):
+        # Record an earlier upload first, so that this commit finds its node.
         await settle(ctx)
         if checkpoint_due(ctx, k):
             ctx.progress.stage("checkpoint")
@@ -47,6 +48,7 @@ async def keep_last(run: str) -> None:
     """Save the newest weights at the end of a run, and wait until the upload is recorded."""
     ctx = await context(run)
     newest = await asyncio.to_thread(ctx.branches.newest, run)
+    # A fork without own commits has its parent's newest commit.
     if newest is not None and newest.branch == run:
         version = newest.iteration + 1
         await save(ctx, await asyncio.to_thread(ctx.weights_before, version), version)
@@ -72,10 +74,12 @@ async def keep_if_held(run: str, *, within_s: float) -> bool:
                 return False
             version = newest.iteration + 1
             weights = await asyncio.to_thread(ctx.weights_before, version)
+            # Restoring them would take longer than the process has left.
             if not await ctx.cluster.trainer.holds(weights):
                 return False
             await save(ctx, weights, version)
             await settle(ctx, wait=True)
+    # The process is about to end: a failed save costs a replay, not the run.
     except (TimeoutError, RlpipeError):
         return False
     return True
@@ -119,6 +123,7 @@ def _record(ctx: RunContext, k: int, nodes: dict[Stage, str]) -> Commit:
     before = ctx.nodes.get(Stage.TRAIN, nodes[Stage.TRAIN]).parents["before"]
     recorded = leaf_paths(before, _evaluations(ctx, before, k))
     commit = ctx.branches.commit(_commit(ctx, k, nodes), fence=ctx.epoch.check, look_for=recorded)
+    # Sign the stored bytes, which a later verification reads.
     if (key := SigningKey.of_environment()) is not None:
         key.sign(ctx.files, commit.branch, k, ctx.branches.read_stored(commit.branch, k)[1])
     return commit
@@ -131,8 +136,9 @@ def _evaluations(ctx: RunContext, weights: str, version: int) -> list[str]:
 
 
 def _awaited(ctx: RunContext, k: int, weights: str) -> tuple[str, ...]:
-    """Return paths of the records due for the iteration's weights. A checkpoint may upload for
-    several iterations.
+    """Return paths of the records due for the iteration's weights.
+
+    A checkpoint may upload for several iterations.
     """
     checkpoint, *evaluations = leaf_paths(weights, _evaluations(ctx, weights, k + 1))
     return (*([checkpoint] if checkpoint_due(ctx, k) else []), *evaluations)

@@ -175,11 +175,13 @@ async def join_context(run: str) -> RunContext:
     record = get_run(home, run)
     config = validate_stored(record.config)
     files = Files(config.store.root or home / "store")
+    # A first attempt whose driver is gone was opened ahead; the next driver opens it again.
     rescheduled = (this_flow_run.run_count or 1) > 1
     epoch = Epochs(files).join(
         run, stand_in=rescheduled and _is_next(files, run, this_flow_run.parameters.get("k"))
     )
     if epoch.joined and config.resources.ray_address is None:
+        # With `ray_address` all processes use the same cluster anyway.
         await _join_ray(record, epoch, home, namespace=named.namespace(config.cluster))
     ctx = await _open_run(config, home, Progress(run, config.num_rollout), files, epoch)
     ctx.has_driver = epoch.joined and not epoch.stand_in
@@ -215,10 +217,12 @@ async def _open_run(
 
     A driver writes `run.json` before and after the actors start; the second time with their Ray.
     """
+    # Renew the lease in the background from here on.
     epoch.keep()
     try:
         if not epoch.joined:
             write_run(home, config.run, _run_file(home, config, epoch))
+        # In a thread: making a model directory may take minutes.
         model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
         check_stop_ids(config.rollout, config.evaluation.datasets, model_dir)
         check_context_len(config.engine, config.rollout, config.evaluation.datasets, model_dir)
@@ -228,6 +232,7 @@ async def _open_run(
         if not epoch.joined:
             ray = local_ray.address()
             write_run(home, config.run, _run_file(home, config, epoch, ray=ray))
+    # A cancelled start must release the epoch too.
     except BaseException:
         epoch.release()
         raise
@@ -259,8 +264,7 @@ def ray_has_died() -> bool:
 
 
 async def recover(run: str) -> None:
-    """Restart dead actors of a run, and their Ray. Stages restore the actors' state when they need
-    it.
+    """Restart dead actors of a run, and their Ray. Stages restore the state of actors.
 
     Raises: as `open_context`; ResourceError if the Ray of another process has died and that process
     starts no other in time.
@@ -273,6 +277,7 @@ async def recover(run: str) -> None:
         ctx.progress.say(
             f"{run}: {lost.where} has died ({lost.found}); starting or joining another"
         )
+        # Only the driver starts a local Ray; other processes wait for it.
         if ctx.epoch.joined and ctx.config.resources.ray_address is None:
             await _join_next_ray(ctx)
     ctx.cluster = await open_cluster(
@@ -306,6 +311,7 @@ async def _join_next_ray(ctx: RunContext) -> None:
 
 async def close_context(run: str, *, end_actors: bool) -> None:
     """Release the epoch of a run. The actors stay for the next driver, or end with `end_actors`."""
+    # Popped first: a failing `close` must not leave a context that looks open.
     ctx = _OPEN.pop(run)
     try:
         if end_actors:

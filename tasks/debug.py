@@ -14,9 +14,7 @@ from tasks.rollout import rollout
 
 
 async def sample_only(run: str, k: int) -> dict[str, NodeRef]:
-    """Run rollout and reward of iteration k with the first weights; record and return their
-    handles.
-    """
+    """Run rollout and reward of iteration k with the first weights; return their handles."""
     ctx = await context(run)
     samples = await rollout(run, k)
     rewards = await reward(run, k, samples)

@@ -28,6 +28,7 @@ POLL_INTERVAL_S = 5.0
 async def evaluate(run: str, version: int, dataset: str) -> State:
     """Evaluate a weight version on a held-out set; return the eval node's handle."""
     ctx = await context(run)
+    # The flow names data sets of the configuration only.
     chosen = next(item for item in ctx.config.evaluation.datasets if item.name == dataset)
     while True:
         try:
@@ -46,6 +47,7 @@ async def _evaluate_version(ctx: RunContext, dataset: EvalDataset, version: int)
             await _push_weights(ctx, weights, version)
         await ctx.cluster.sample()
         ctx.progress.stage("eval")
+        # Longer than the generator's own deadline, so that its error is the reported one.
         deadline_s = ctx.config.rollout.timeout_s + 60
         async with _weights_served(ctx, weights, version):
             result = await ctx.cluster.generator.evaluate(
@@ -68,6 +70,7 @@ async def _weights_served(ctx: RunContext, weights: str, version: int) -> AsyncI
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(_keep_weights_served(ctx, weights, version))
             yield
+            # The samples are done: engines may get other weights now.
             serving.cancel()
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from several

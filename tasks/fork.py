@@ -46,6 +46,7 @@ async def fork_point(
         return None
     origin = fork_commit(Branches(files), config)
     check_state_format(files, config, origin)
+    # Two processes must not rebuild the same weights.
     epoch = Epochs(files).acquire(config.run, takeover=takeover)
     epoch.keep()
     try:
@@ -56,6 +57,7 @@ async def fork_point(
             name = commit_name(origin.branch, origin.iteration)
             progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
             await materialise(files, config, origin, state, home)
+        # The first weights are a segment of the parent: the fork records it as its own.
         elif state != recorded:
             Segments(files).record(config.run, version, NO_EPOCH, weights=recorded, segment=state)
     finally:
@@ -147,8 +149,7 @@ def check_reference(config: RunConfig, stored: RunConfig, origin: Commit) -> Non
 async def materialise(
     files: Files, config: RunConfig, origin: Commit, state: str, home: Path
 ) -> str:
-    """Replay batches under the parent's configuration and store a checkpoint; return the state's
-    digest.
+    """Replay batches under the parent's configuration; return the digest of the saved state.
 
     The digest differs from `state` if the replay gave other bits. The fork then begins with a
     segment.
@@ -156,6 +157,7 @@ async def materialise(
     record = Branches(files).get(origin.branch)
     version = origin.iteration + 1
     stored = validate_stored(record.config)
+    # The parent's layout on the fork's cluster.
     resources = stored.resources.model_copy(update={"ray_address": config.resources.ray_address})
     stored = stored.model_copy(update={"resources": resources})
     name = f"{config.cluster}-fork"

@@ -40,14 +40,14 @@ REASON_LABEL = "rlpipe.waits"
 
 
 async def gates(run: str, k: int, nodes: Mapping[str, NodeRef]) -> None:
-    """Return once the metrics of these stages are within all bounds, or a person resumes iteration
-    k.
+    """Return once all metrics are within bounds, or a person resumes iteration k.
 
     Raises: GateClosed after `gates.timeout_s`; ConfigError for a gate on a metric that does not
     exist.
     """
     ctx = await context(run)
     opened = gate_path(run, k, nodes["train"].digest)
+    # A retry after Resume passes without a second pause.
     if not ctx.config.gates.bounds or ctx.files.exists(opened):
         return
     broken = await check_metrics(run, k, dict(nodes))
@@ -63,8 +63,9 @@ async def check_metrics(run: str, k: int, nodes: dict[str, NodeRef]) -> list[str
 
 
 def broken_bounds(ctx: RunContext, k: int, nodes: Mapping[str, NodeRef]) -> list[str]:
-    """Return descriptions of broken bounds, from the iteration and the evaluation of its initial
-    weights.
+    """Return descriptions of broken bounds.
+
+    Metrics come from the iteration and from the evaluation of its initial weights.
 
     Raises: ConfigError for a gate on a metric that does not exist.
     """
@@ -123,6 +124,7 @@ def _evaluation_metric(ctx: RunContext, version: int, metric: str) -> float | No
     """Return a metric of the evaluation of a version, or None if it was not evaluated."""
     if not evaluation_due(ctx.config, version):
         return None
+    # A segment may have replaced the evaluated weights; both count.
     weights = dict.fromkeys((ctx.weights_before(version), ctx.recorded_before(version)))
     for dataset, digest in product(ctx.config.evaluation.datasets, weights):
         node = ctx.nodes.find(
@@ -177,7 +179,10 @@ async def wait_for_resume(timeout_s: float, poll_s: float) -> bool:
     """Pause this flow run. True once it is resumed; False on a Cancel or after `timeout_s`."""
     pause = asyncio.create_task(
         apause_flow_run(
-            timeout=math.ceil(timeout_s), poll_interval=math.ceil(poll_s), key=uuid4().hex
+            # A fresh key: Prefect would not pause twice under one key in a flow run.
+            timeout=math.ceil(timeout_s),
+            poll_interval=math.ceil(poll_s),
+            key=uuid4().hex,
         )
     )
     try:

@@ -88,8 +88,10 @@ class Observer:
         outputs = await asyncio.to_thread(self._outputs, nodes)
         metrics = iteration_metrics(outputs)
         work_s = dict(self._ctx.stage_seconds)
+        # Seconds of stages that run ahead count for the iteration that finishes next.
         self._ctx.stage_seconds.clear()
         logged = {**metrics, **{f"perf/{stage}_time": spent for stage, spent in work_s.items()}}
+        # The user's function has logged the rollout's metrics: do not log them twice.
         if await self.rollout(k, nodes, metrics):
             metrics = _without_rollout(metrics)
             logged = _without_rollout(logged)
@@ -175,6 +177,7 @@ class Observer:
 
         `concurrent`: the run did not wait for the evaluation, so its seconds are not added.
         """
+        # Seconds of evaluations have their own entry in timing.jsonl.
         self._ctx.stage_seconds.pop("eval", None)
         self._accuracy = {
             name.split("/")[1]: value

@@ -85,12 +85,12 @@ def commit_before_sampling(k: int, buffer_size: int, interval: int) -> int:
     Negative: the first weights suffice. Versions divisible by `interval` are pushed. As buffer_size
     ≥ interval - 1, the result is less than k.
     """
+    # Round k - buffer_size up to the next pushed version v; iteration v - 1 pushed it.
     return -(-(k - buffer_size) // interval) * interval - 1
 
 
 async def wait_until(ctx: RunContext, reached: Callable[[], bool], k: int, condition: str) -> None:
-    """Wait until `reached` is True. Check after each change by this process, and at growing
-    intervals.
+    """Wait until `reached` is True. Check after each change, and at growing intervals.
 
     Raises: DeadlineExceeded, Fenced, StoreError.
     """
@@ -101,6 +101,7 @@ async def wait_until(ctx: RunContext, reached: Callable[[], bool], k: int, condi
         changed = ctx.store_changed
         if await asyncio.to_thread(reached):
             return
+        # A replaced driver would wait for commits that another process makes.
         await asyncio.to_thread(ctx.epoch.check_driver)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
@@ -115,6 +116,7 @@ async def wait_until(ctx: RunContext, reached: Callable[[], bool], k: int, condi
             )
         with suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), min(pause_s, left_s))
+        # Each poll of an S3 store is a request.
         pause_s = min(2 * pause_s, LAST_POLL_S)
 
 
@@ -126,8 +128,7 @@ def is_committed(ctx: RunContext, k: int) -> bool:
 
 
 def is_evaluated(ctx: RunContext, version: int) -> bool:
-    """True if every held-out set has scores of weight version `version`, and the run shall
-    continue.
+    """True if every held-out set has scores of this version and the run shall continue.
 
     Weights that were rebuilt with other bits since need no second evaluation.
     """

@@ -1,6 +1,4 @@
-"""Run a stage as a Prefect task: reuse its node if the store has it, else do the work and record
-it.
-"""
+"""Run a stage as a Prefect task: reuse its node, or do the work and record the node."""
 
 from __future__ import annotations
 
@@ -50,6 +48,7 @@ PERMANENT one (these are subclasses of TRANSIENT ones).
 
 def is_transient(_task: Any, _run: Any, state: State) -> bool:
     """True if a failed task should be retried. Prefect calls it with the failed state."""
+    # Prefect wraps the exception in a result record.
     error = getattr(state.data, "result", state.data)
     return isinstance(error, TRANSIENT) and not isinstance(error, PERMANENT)
 
@@ -57,8 +56,9 @@ def is_transient(_task: Any, _run: Any, state: State) -> bool:
 def stage_task(
     name: str, run_name: str
 ) -> Callable[[Callable[Parameters, Awaitable[Any]]], Callable[Parameters, Awaitable[Any]]]:
-    """Make a Prefect task that is called like the plain function. The first argument is the run's
-    name.
+    """Make a Prefect task that is called like the plain function.
+
+    The first argument is the run's name.
 
     A state that the function returns becomes the task's state, and its data the result. After a
     transient error, dead actors are restarted and the task runs again.
@@ -70,8 +70,10 @@ def stage_task(
         @wraps(function)
         async def attempt(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
             run = str(arguments[0] if arguments else keywords["run"])
+            # Opening the context is outside the deadline: it has deadlines of its own.
             timeout_s = (await context(run)).config.orchestration.timeout_s
             async with stage_deadline(timeout_s, f"{run}: {task_run.name or name}"):
+                # A retry: the error may come from a dead actor or a dead Ray.
                 if (task_run.run_count or 1) > 1:
                     await recover(run)
                 return await function(*arguments, **keywords)
@@ -88,6 +90,7 @@ def stage_task(
 
         @wraps(function)
         async def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
+            # As a state, so that Prefect shows `Reused` instead of `Completed`.
             state = await wrapped(*arguments, **keywords, return_state=True)
             return await state.aresult()
 
@@ -114,8 +117,9 @@ async def stage_deadline(timeout_s: float, where: str) -> AsyncIterator[None]:
 
 
 async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
-    """Return the handle of a stage's node, in state `Reused` if stored, else `Completed` after the
-    work.
+    """Return the handle of a stage's node.
+
+    The task's state is `Reused` if the node is stored, else `Completed` after the work.
     """
     # In a thread: the store's client blocks while it retries an unreachable store.
     node = await asyncio.to_thread(run.nodes.find, inputs.stage, inputs.digest)
@@ -137,6 +141,7 @@ async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
         result = await work()
     outputs = {**result["outputs"], "seconds": watch.seconds}
     if switches := await run.cluster.switches():
+        # Seconds and memory of switches on shared GPUs (`tools.switches`).
         outputs["switches"] = switches
     node = await asyncio.to_thread(
         run.nodes.commit, inputs.node(files=tuple(result.get("files", ())), outputs=outputs)
@@ -147,6 +152,6 @@ async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
 
 
 def handle(node: Node, *, reused: bool) -> NodeRef:
-    """Return what crosses a task boundary: the node's name and its figures."""
+    """Return the handle of a node: its name and figures. Only handles cross task boundaries."""
     outputs = {name: node.outputs[name] for name in HANDLE_OUTPUTS if name in node.outputs}
     return NodeRef(stage=node.stage, digest=node.digest, reused=reused, outputs=outputs)

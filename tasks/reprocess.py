@@ -60,9 +60,11 @@ async def opened(
 
     Raises: Fenced if another process reprocesses the branch; ConfigError.
     """
+    # Two processes would write the same branch and its notes.
     epoch = await asyncio.to_thread(Epochs(files).acquire, config.run)
     epoch.keep()
     try:
+        # Other tools find the store of the branch by its name.
         write_run(
             directory.parent,
             config.run,

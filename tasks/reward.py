@@ -25,6 +25,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
     inputs = reward_inputs(ctx.config, rollout.digest, ctx.contracts)
 
     async def score_rollout() -> dict[str, Any]:
+        # Supervised rows have no reward. Later stages still expect the file.
         if (
             isinstance(ctx.config.reward.function, NoReward)
             and ctx.config.rollout.type == "dataset"

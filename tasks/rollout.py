@@ -24,6 +24,7 @@ LONGEST_PAUSE_S = 0.5
 async def rollout(run: str, k: int) -> State:
     """Sample iteration k; return the rollout node's handle."""
     ctx = await context(run)
+    # Before `reuse_or_run`: the plan's digest is an input of the node.
     plan, _ = await plan_iteration(ctx, k, await data_before(ctx, k))
 
     async def sample() -> dict[str, Any]:
@@ -59,6 +60,7 @@ async def data_before(ctx: RunContext, k: int) -> DataState:
     except ObjectMissing:
         # The commit before does not exist yet: iterations are in flight.
         plan, after = await plan_iteration(ctx, k - 1, await data_before(ctx, k - 1))
+    # A static rollout draws exactly its plan, so the plan gives the state after it.
     if ctx.config.rollout.static:
         return after
     node = await _wait_for_node(
@@ -111,6 +113,7 @@ async def _watch(ctx: RunContext, k: int) -> None:
         )
         if ctx.cluster.has_engines and time.monotonic() - checked_s > ENGINE_CHECK_INTERVAL_S:
             checked_s = time.monotonic()
+            # Otherwise the rollout would wait for engines until its deadline.
             if error := await ctx.cluster.trouble():
                 await ctx.cluster.generator.abandon(k)
                 raise error

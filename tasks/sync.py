@@ -61,11 +61,10 @@ def push_due(ctx: RunContext, version: int) -> bool:
 
 
 async def publish(ctx: RunContext, weights: str, *, version: int, everyone: bool) -> dict[str, Any]:
-    """Publish the weights of a node: push to every engine if `everyone`, else only to restarted
-    engines.
+    """Publish the weights of a node to every engine (`everyone`), or only to restarted ones.
 
-    Returns `{"engines", "bytes", "seconds"}`. Raises: SyncError, EngineUnavailable, TrainerError,
-    Mismatch, DeadlineExceeded.
+    Returns `{"engines", "bytes", "seconds"}`.
+    Raises: SyncError, EngineUnavailable, TrainerError, Mismatch, DeadlineExceeded.
     """
     if not ctx.cluster.has_engines:
         return {"engines": 0, "bytes": 0, "seconds": 0.0}
@@ -101,9 +100,7 @@ def stamp(ctx: RunContext, weights: str, version: int) -> str:
 
 
 async def are_served(ctx: RunContext, weights: str, version: int) -> bool:
-    """True if some engine held the weights of a node at its last report, or if there are no
-    engines.
-    """
+    """True if an engine held the weights at its last report, or if there are no engines."""
     expected = await asyncio.to_thread(stamp, ctx, weights, version)
     return not ctx.cluster.has_engines or any(
         engine["stamp"] == expected for engine in await ctx.cluster.engines()
@@ -148,6 +145,7 @@ async def probe(ctx: RunContext, weights: str, batch: str, version: int) -> dict
     urls = [status["url"] for status in await ctx.cluster.engines() if status["stamp"] is not None]
     if not urls or not config.probe_samples:
         return {}
+    # The trainer may hold the state of a concurrent evaluation.
     held = await hold(ctx, weights, version)
     trainer = ctx.cluster.trainer
     deadline_s = config.timeout_s + CALL_TIMEOUT_S
@@ -162,6 +160,7 @@ async def probe(ctx: RunContext, weights: str, batch: str, version: int) -> dict
     bound = config.max_logprob_difference or BOUNDS[kind]
     faults = [fault for agreement in agreements if (fault := agreement.fault(bound))]
     if faults:
+        # Wrong weights must not sample. A restart loads them again.
         await ctx.cluster.stop_engines()
         raise Mismatch(
             "engines and trainer compute different log-probs",

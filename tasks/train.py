@@ -54,18 +54,21 @@ async def train(run: str, k: int, advantage: NodeRef) -> State:
 
 
 async def hold(ctx: RunContext, state: str, version: int) -> str:
-    """Make the trainer hold a state, from its checkpoint and the later batches; return the held
-    state.
+    """Make the trainer hold a state; return the state that it holds.
+
+    The trainer loads the newest checkpoint before the state and replays the later batches.
 
     If the replay gives other bits, the returned state is a recorded segment, and the branch
     continues from that. Raises: Mismatch instead in deterministic mode.
     """
+    # Another process may have recorded a segment since the caller read the state.
     state = await asyncio.to_thread(
         current_state, Segments(ctx.files), ctx.config.run, version, state
     )
     if await ctx.cluster.trainer.holds(state):
         return state
     with suppress(ActorLost):  # dead ranks upload nothing
+        # A restore may replace the ranks that upload, or need the checkpoint.
         await settle(ctx, wait=True)
     ctx.progress.stage("restore", note=f"restoring weights {state[:12]} from the store")
     keeper = TrainerStates(
@@ -91,6 +94,7 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
 def _agreed(ctx: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the common result of all ranks. Raises: TrainerError if their state digests differ."""
     states = {answer["state_digest"] for answer in answers}
+    # Every rank returns the digest of the whole state.
     if len(states) != 1:
         raise TrainerError(
             "trainer ranks hold different states",

@@ -18,6 +18,7 @@ async def begin_checkpoint(
     ctx: RunContext, inputs: Inputs, held: str, weight_version: int, **outputs: Any
 ) -> None:
     """Write the trainer's state to local disk and begin its upload. `settle` records it."""
+    # A random suffix: a repeated upload never overwrites files of an earlier one.
     prefix = f"{_folder(ctx)}iter_{weight_version:07d}/{uuid4().hex[:12]}"
     upload = Upload(prefix, inputs, {"version": weight_version, **outputs})
     deadline_s = ctx.config.checkpoint.timeout_s
@@ -39,6 +40,7 @@ async def settle(ctx: RunContext, *, wait: bool = False) -> None:
         return
     shares = await ctx.cluster.trainer.call("uploaded", prefix=upload.prefix, deadline_s=deadline_s)
     files = shares_complete(shares)
+    # Garbage collection may have removed files that no node named yet.
     if files is not None and await asyncio.to_thread(
         lambda: all(ctx.files.exists(record.path) for record in files)
     ):
@@ -47,6 +49,7 @@ async def settle(ctx: RunContext, *, wait: bool = False) -> None:
             ctx.nodes.commit,
             upload.inputs.node(files=files, outputs={**upload.outputs, "bytes": size_bytes}),
         )
+        # Cached lineages do not know the new checkpoint.
         await asyncio.to_thread(ctx.lineages.forget)
         await asyncio.to_thread(
             prune, ctx.directory / "checkpoints", ctx.config.checkpoint.keep_local

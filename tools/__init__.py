@@ -1,1 +1,1 @@
-"""Command lines, kept thin: what they do is in flows, tasks and rlpipe."""
+"""Command lines. The work is in flows, tasks and rlpipe."""

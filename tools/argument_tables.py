@@ -109,8 +109,10 @@ def _argument_type(action: argparse.Action) -> str:
 
 
 def spell(kind: Any) -> str:
-    """A type as `int | None`, `'full' | 'selective' | None`, `list`, or OBJECT for what YAML cannot
-    hold."""
+    """Return a type as text: `int | None`, `'full' | 'selective' | None`, `list`, or OBJECT.
+
+    OBJECT stands for types that YAML cannot express.
+    """
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin = typing.get_origin(kind)
@@ -125,7 +127,7 @@ def spell(kind: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON; what JSON cannot hold is named in <>."""
+    """Return a default as JSON; `<name>` for values that JSON cannot express."""
     if value is dataclasses.MISSING or value is inspect.Parameter.empty:
         return None
     if value is None or isinstance(value, bool | int | float | str):

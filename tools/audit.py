@@ -167,8 +167,9 @@ def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace
 
 
 def head(files: Files, run: str, k: int | None, _arguments: argparse.Namespace) -> int:
-    """Print branch, iteration and sha256 of a commit. A fork without commits prints its
-    parent's.
+    """Print branch, iteration and sha256 of a commit.
+
+    A fork without commits prints its parent's.
     """
     branches = Branches(files)
     commit = branches.newest(run) if k is None else branches.read(run, k)

@@ -38,9 +38,7 @@ def size_bytes(text: str) -> int:
 
 
 def hide_gpus() -> None:
-    """Hide GPUs from Megatron: conversions read and write files. Call it before importing
-    Megatron.
-    """
+    """Hide GPUs from Megatron, before its import: conversions use files only."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -1,5 +1,4 @@
-"""Convert a Hugging Face directory to a torch_dist checkpoint, which any parallel layout can
-load.
+"""Convert a Hugging Face directory to a torch_dist checkpoint for any parallel layout.
 
     python tools/convert_hf_to_torch_dist.py --hf-checkpoint /models/GLM-Z1-9B-0414
         --save /models/GLM-Z1-9B-0414_torch_dist

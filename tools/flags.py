@@ -1,5 +1,4 @@
-"""Print the effect of each slime flag, one line a flag: its key, or why it is refused or
-ignored.
+"""Print the effect of each slime flag: its key, or the reason of its refusal.
 
     python -m tools.flags [--arguments] [PART OF A NAME]
 

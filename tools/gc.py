@@ -59,7 +59,9 @@ def main() -> int:
             paths = list(dict.fromkeys([*records, *rest]))
             print_summary(files, paths, listed=arguments.list)
             if own is not None:
+                # Another process may have taken the store over while objects were listed.
                 own.check()
+                # Before the deletion: an audit must know why checkpoints are missing.
                 record_removed_checkpoints(files, spare, set(paths))
                 with Progress(transient=True) as bar:
                     shown = bar.add_task("deleting", total=len(paths))

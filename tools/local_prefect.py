@@ -51,6 +51,7 @@ def local_prefect(home: Path) -> Iterator[str]:
     """
     keep_caches_in(home)
     for name, value in SETTINGS.items():
+        # The user's own settings win.
         os.environ.setdefault(name, value)
     if configured := os.environ.get("PREFECT_API_URL") or url_of_profile():
         _check_reachable(configured)
@@ -121,6 +122,7 @@ def _start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         if _wait(server, url):
             return server, url
         _end(server)
+        # Nothing else took the port, so another port would not help.
         if not answers(f"{url}/api/health"):
             break
     outcome = (
@@ -154,6 +156,7 @@ def _start(folder: Path, url: str) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            # Ctrl-C must not reach the server before the flow has ended.
             start_new_session=True,
         )
 
@@ -195,6 +198,7 @@ def free_port(preferred: int) -> int:
     """Return the preferred port if it is free, else any free port."""
     for port in (preferred, 0):
         with socket.socket() as probe:
+            # Without it a port in TIME_WAIT looks occupied.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))

@@ -81,8 +81,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def migrate(old: Files, new: Files, say: Say) -> list[str]:
-    """Write the new store; return the findings of its audit. After findings, the new store is
-    empty.
+    """Write the new store; return the findings of its audit.
+
+    After findings, the new store is empty.
 
     Raises: ConfigError if the new root is not empty, the old store is empty or of another format,
     or a run of it is driven; ObjectCorrupt, ObjectMissing, StoreError if the old store is damaged.
@@ -101,6 +102,7 @@ def migrate(old: Files, new: Files, say: Say) -> list[str]:
     source.refuse_driven()
     try:
         written = Migration(source, new).run(say)
+        # A run that was started meanwhile would be migrated in part.
         if old.list() != names:
             raise ConfigError(
                 "the store was changed during the migration",
@@ -181,8 +183,9 @@ class Migration:
                 self._sha256[record["path"]] = record["sha256"]
 
     def _check_old_receipts(self) -> None:
-        """Only the newest commit of a branch may lack a receipt; or all, in stores older than
-        receipts.
+        """Check that only the newest commit of a branch lacks a receipt.
+
+        In stores older than receipts, all commits lack them.
         """
         source = self._source
         source.check_receipts(
@@ -213,6 +216,7 @@ class Migration:
             referred = [
                 one for one in (*content["parents"].values(), *of_rollout) if one in self._old_nodes
             ]
+            # Depth first: a node's digest contains the new digests of its parents.
             if unmade := [one for one in referred if one not in self._new_nodes]:
                 waiting += unmade
                 continue

@@ -119,8 +119,9 @@ def make_model(directory: Path, device: str) -> None:
 def compare(
     model_dir: Path, *, device: str, samples: int, tokens: int, engine: EngineConfig
 ) -> Comparison:
-    """Sample responses and score them. Raises: ConfigError for a model without experts;
-    EngineError.
+    """Sample responses and score them.
+
+    Raises: ConfigError for a model without experts; EngineError.
     """
     model = json.loads((model_dir / "config.json").read_text())
     random = np.random.default_rng(0)

@@ -31,8 +31,9 @@ BUCKET_EXISTS = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
 
 
 class S3Server:
-    """One server with one bucket. Data stays in `directory`, ports stay the same. A context
-    manager.
+    """One server with one bucket, as a context manager.
+
+    Data stays in `directory`, and ports stay the same over restarts.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class S3Server:
 
         Raises: ResourceError with the end of the log.
         """
+        # No retries: the loop below polls.
         options = Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5)
         client = botocore.session.Session().create_client(
             "s3",
@@ -169,6 +171,7 @@ def free_ports(count: int) -> list[int]:
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
             with suppress(OSError, OverflowError):
+                # SeaweedFS listens for gRPC at port + 10000.
                 second.bind(("127.0.0.1", port + 10000))
                 ports += [port] if port not in ports else []
     return ports

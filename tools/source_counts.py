@@ -1,4 +1,6 @@
-"""Count what makes source code slow to read:  python -m tools.source_counts [FOLDER ...]
+"""Count properties that make source code slow to read.
+
+    python -m tools.source_counts [FOLDER ...]
 
 Prints one figure a line: sizes, long lines, tuple-packed assignments, comments, small modules with
 one importer, docstrings that ask, and words that STYLE.md excludes. Without folders: the whole

@@ -61,6 +61,7 @@ def main() -> int:
         apply_flags(arguments, flags)
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
         warnings = unused_keys(arguments.recipe, arguments.overrides, arguments.run)
+        # --dump-config must work on a machine without the model or GPUs.
         if not arguments.dump_config:
             check(config, home())
     except RlpipeError as error:
@@ -268,9 +269,7 @@ def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[st
 
 
 def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
-    """Run a flow as `finish` does, under the running server. Raises: KeyboardInterrupt,
-    RlpipeError.
-    """
+    """Run a flow under the running server. Raises: KeyboardInterrupt, RlpipeError."""
     from flows.stopping import Preempted
     from rlpipe.actors.ray.local_ray import disconnect
     from tools.local_prefect import drain
@@ -279,6 +278,7 @@ def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[
         try:
             return await start()
         finally:
+            # Events and logs of the last seconds would be lost with the server.
             await drain()
 
     try:

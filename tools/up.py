@@ -1,5 +1,6 @@
-"""Start and stop the local servers: Prefect server, S3 store, Ray head, worker (`make up`, `make
-down`).
+"""Start and stop the local servers (`make up`, `make down`).
+
+They are a Prefect server, an S3 store, a Ray head and a worker.
 
     python -m tools.up [--site FILE] [--without ray,s3]   # start servers, declare deployments
     python -m tools.up --status | --down
@@ -191,6 +192,7 @@ def up(servers: LocalServers, site: Path | None) -> int:
     given = load_site(site)
     keep_caches_in(servers.home)
     for name, begin in (("s3", start_s3), ("prefect", start_prefect), ("ray", start_ray)):
+        # Ray got the address of the store when it started.
         if name == "ray":
             end_if_outdated(servers, name)
         if name not in servers.without and not servers.running(name):
@@ -214,6 +216,7 @@ def exports(servers: LocalServers) -> str:
     return "".join(
         f"export {key}='{value}'\n"
         for key, value in servers.environment.items()
+        # A shell that sources the file can still start a Ray of several machines.
         if key != BEYOND_THIS_MACHINE
     )
 

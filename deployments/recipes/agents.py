@@ -32,8 +32,7 @@ def make_agent_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """Write a Qwen3 of 0.6M parameters with tokens for `<tool>`, `</tool>`, `<result>`,
-    `</result>`.
+    """Write a Qwen3 of 0.6M parameters with tokens for the tags of tools and results.
 
     The other tokens are those of `tiny_models`. A question of n characters is a prompt of n tokens.
     A tool call costs two tokens more than its argument.

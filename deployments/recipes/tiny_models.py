@@ -1,5 +1,4 @@
-"""Make model directories for demo runs: a tiny Qwen3 with a character tokenizer, and
-SmolLM2-135M.
+"""Make model directories for demo runs: a tiny Qwen3, and SmolLM2-135M.
 
 Each maker writes a complete Hugging Face directory (config, safetensors, tokenizer, generation
 config). Needs no network. The tiny model has random weights.
@@ -43,8 +42,9 @@ def make_spell_backward_model(
     intermediate_size: int = 384,
     max_position_embeddings: int = 512,
 ) -> None:
-    """Write a Qwen3 of 0.6M float32 parameters with tied embeddings. `seed` alone decides the
-    weights.
+    """Write a Qwen3 of 0.6M float32 parameters with tied embeddings.
+
+    `seed` alone decides the weights.
 
     The tokenizer has one token for each printable ASCII character and one for `prefix`. A word of n
     letters is a prompt of n + 1 tokens.
@@ -74,8 +74,9 @@ def make_tiny_model(
     intermediate_size: int,
     max_position_embeddings: int,
 ) -> None:
-    """Write a float32 Qwen3 with tied embeddings, and its tokenizer. `seed` alone decides the
-    weights.
+    """Write a float32 Qwen3 with tied embeddings, and its tokenizer.
+
+    `seed` alone decides the weights.
     """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
