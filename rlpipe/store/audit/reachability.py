@@ -18,7 +18,7 @@ a finding: a node or plan of no run, an unknown name, a link, a device, a file w
 
 An unreadable object is a finding too, and objects that only it names are reported as unexplained.
 
-Entry points: `explain`, `runs_of`.
+Entry points: `report_unexplained`, `runs_of`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class NodeLinks(NamedTuple):
     """Position of the data source after a rollout."""
 
 
-def explain(files: Snapshot, report: Report) -> None:
+def report_unexplained(files: Snapshot, report: Report) -> None:
     """Report every object that no run explains.
 
     Raises: StoreError if the store does not answer.
     """
-    _Explainer(files, report).explain()
+    _Explainer(files, report).run()
 
 
 def runs_of(files: Snapshot) -> list[str]:
@@ -120,7 +120,7 @@ class _Explainer:
         """Digests of nodes and plans that are left over."""
         self._read_plans: dict[str, Plan | None] = {}
 
-    def explain(self) -> None:
+    def run(self) -> None:
         self._report_odd_names()
         self._read_nodes()
         for branch in self._runs:

@@ -52,7 +52,7 @@ from rlpipe.store.audit.bookkeeping import check_bookkeeping
 from rlpipe.store.audit.chain_check import check_chain, checked_head, signed_head
 from rlpipe.store.audit.commit_history import committed_before, history, lost_commits
 from rlpipe.store.audit.findings import Content, Finding, Report, read_or_report
-from rlpipe.store.audit.reachability import explain, runs_of
+from rlpipe.store.audit.reachability import report_unexplained, runs_of
 from rlpipe.store.audit.reader import Loaded, Reader, evaluations_of, read_ahead, row_keys
 from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.branches import Branches, commit_name
@@ -109,7 +109,7 @@ def check_store(
     for number, branch in enumerate(runs):
         progress = _total_progress(say, number, len(runs))
         report.merge(_audit_branch(snapshot, branch, progress, head, signed_by))
-    explain(snapshot, report)
+    report_unexplained(snapshot, report)
     return report.deduplicated()
 
 
