@@ -141,7 +141,7 @@ def test_the_command_prints_every_metric(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--of", "old@last"], "not the number of an iteration"),
+        (["--of", "old@last"], "not the name of a commit"),
         (["--of", "nobody"], "there is no such run"),
         ([], "no weights to evaluate"),
         (["--of", "old", "--off", "x"], "unknown flag"),

@@ -129,7 +129,7 @@ def as_torchrun(rank: int, world_size: int, port: int, words: list[str]) -> int:
 
 @pytest.mark.integration
 def test_ranks_convert_checkpoints_of_both_formats(model, call, tmp_path):
-    from tests.engines.megatron.reshaped import in_old_format
+    from tests.engines.megatron.conversion_jobs import in_old_format
 
     assert (
         call(convert_hf_to_torch_dist, "--hf-checkpoint", model, "--save", tmp_path / "dist") == 0
