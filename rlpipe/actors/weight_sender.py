@@ -143,7 +143,7 @@ class WeightSender:
                 to,
                 state.running_fleet.engines,
                 trainer=lambda: self._trainer_with(weights, config, force=force),
-                held=lambda: self._loading_files(idle=to.idle),
+                loading=lambda: self._loading_files(idle=to.idle),
             )
         async with self._trainer_with(weights, config, force=force) as trainer:
             if trainer is None:

@@ -110,9 +110,9 @@ class Pushes:
 
     def _straight(self, held: str, stamp: str, sync: SyncConfig, *, shared: bool) -> dict[str, Any]:
         urls = list(self.up.engines)
-        places = {url: [0] for url in urls} if shared else None
+        shared_ranks = {url: [0] for url in urls} if shared else None
         return self.trainer.ask(
-            "push", held=held, engines=urls, stamp=stamp, sync=sync, places=places
+            "push", held=held, engines=urls, stamp=stamp, sync=sync, shared_ranks=shared_ranks
         )
 
     async def _through_files(self, held: str, stamp: str, sync: SyncConfig) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Pushes:
 
         to = Receivers(lambda: list(self.up.engines), begin, end, idle=True)
         sent = await FilesSync(spec, "bench").send(
-            weights, to, engines, trainer=trainer, held=nullcontext
+            weights, to, engines, trainer=trainer, loading=nullcontext
         )
         assert sent is not None
         return sent

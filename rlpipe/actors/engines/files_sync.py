@@ -60,16 +60,18 @@ class FilesSync:
         self,
         weights: Weights,
         to: Receivers,
-        kept: Sequence[SupervisedEngine],
+        engines: Sequence[SupervisedEngine],
         *,
         trainer: Callable[[], AbstractAsyncContextManager[TrainerGroup | None]],
-        held: Callable[[], AbstractAsyncContextManager[None]],
+        loading: Callable[[], AbstractAsyncContextManager[None]],
     ) -> dict[str, Any] | None:
-        """Send weights as `fleet.Send` does; `kept` are the engines that can be called.
+        """Send weights as `fleet.Send` does.
 
-        `trainer` gives the trainer with these weights, or None if it is not available; then the
-        result is None. No requests are sent while `held` is open. In the result, `bytes` are those
-        of the files, and `share` is their part of all weights.
+        `engines`: all engines of the fleet, which fetch for their machines.
+        `trainer`: gives the trainer with these weights; None if it is not available, and then the
+        result is None.
+        `loading`: context of the load, in which the caller holds requests.
+        In the result, `bytes` are those of the files, and `share` is their part of all weights.
         Raises: SyncError if no engine can load them; StoreError, StoreFull; errors of the trainer.
         """
         start_s = time.monotonic()
@@ -82,8 +84,8 @@ class FilesSync:
                 start_s = time.monotonic()
                 version = await self._write(group, weights)
         end_s = start_s + self.sync.timeout_s
-        folders, unknown = await self._fetch(weights.stamp, to.urls(), kept, end_s)
-        async with held():
+        folders, unknown = await self._fetch(weights.stamp, to.urls(), engines, end_s)
+        async with loading():
             urls = await to.begin(list(folders))
             report = await self._load_all(weights.stamp, {url: folders[url] for url in urls}, end_s)
             unknown |= report.unknown
@@ -130,7 +132,7 @@ class FilesSync:
         return base if base and base.links < self.sync.update_weight_full_interval else None
 
     async def _fetch(
-        self, stamp: str, urls: Sequence[str], kept: Sequence[SupervisedEngine], end_s: float
+        self, stamp: str, urls: Sequence[str], engines: Sequence[SupervisedEngine], end_s: float
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the folder of each engine, and the reason for each engine without one.
 
@@ -138,9 +140,9 @@ class FilesSync:
         """
         if self.mirror is None:
             return dict.fromkeys(urls, str(self.store.path(stamp))), {}
-        engines = {engine.url: engine for engine in kept}
+        by_url = {engine.url: engine for engine in engines}
         results = await asyncio.gather(
-            *(self._fetch_one(stamp, engines.get(url), end_s) for url in urls)
+            *(self._fetch_one(stamp, by_url.get(url), end_s) for url in urls)
         )
         folders: dict[str, str] = {}
         unknown: dict[str, str] = {}

@@ -124,7 +124,7 @@ class Push:
 
         to = Receivers(lambda: [kept.url for kept in self.kept], begin, end, idle=True)
         return await self.files.send(
-            weights(version), to, cast("Any", self.kept), trainer=trainer, held=held
+            weights(version), to, cast("Any", self.kept), trainer=trainer, loading=held
         )
 
     async def scores(self) -> bool:
