@@ -15,7 +15,7 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import reproducibility
 from rlpipe.engines.megatron.checkpoint import checkpoint
 from rlpipe.system.ports import free_port
-from tests.engines.megatron import apart
+from tests.engines.megatron import critic_jobs
 from tests.engines.megatron.ranks import engine
 
 
@@ -46,7 +46,7 @@ def test_loading_restores_the_random_state_or_seeds_again_in_another_layout(
 
 
 def test_a_moved_critic_does_not_change_the_policys_random_state(models, tmp_path: Path):
-    with closing(apart.shared(models["qwen3"], {}, free_port(), {})) as ours:
+    with closing(critic_jobs.shared(models["qwen3"], {}, free_port(), {})) as ours:
         first = drawn()
         ours.load_hf()
         ours.save_checkpoint(tmp_path / "both", 1)

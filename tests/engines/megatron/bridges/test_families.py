@@ -19,7 +19,7 @@ from tests.engines.megatron.ranks import (
     score_and_train,
     weights_of_checkpoint,
 )
-from tests.engines.megatron.routed import refusal
+from tests.engines.megatron.routing_jobs import refusal
 
 TEMPERATURE = 0.8
 TRAIN = TrainConfig.model_validate(

@@ -20,7 +20,6 @@ from rlpipe.engines.megatron.model import vocab
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import families, reference
-from tests.engines.megatron.fanned import train_fanned
 from tests.engines.megatron.ranks import (
     _train,
     engine,
@@ -28,6 +27,7 @@ from tests.engines.megatron.ranks import (
     score_and_train,
     value_and_train,
 )
+from tests.engines.megatron.rollout_jobs import train_fanned
 from tests.engines.megatron.train.test_logits import ARGS, POLICY
 
 TRAIN: dict[str, Any] = {

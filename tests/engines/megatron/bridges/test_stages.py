@@ -16,7 +16,7 @@ from rlpipe.sync.transports import staged
 from rlpipe.sync.transports.base import TransportSetup
 from rlpipe.sync.transports.distributed import GROUP_NAME
 from rlpipe.sync.transports.staged import Board, StagedTransport, stage_group_name
-from tests.engines.megatron.staged import export_both_ways, push_by_stages
+from tests.engines.megatron.stage_jobs import export_both_ways, push_by_stages
 from tests.live_engine import Live, live_engine, log_probs, make_model
 
 TOKENS = [5, 9, 20, 31]

@@ -26,8 +26,8 @@ from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights, di
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
 from rlpipe.errors import ConfigError, DataError, StoreFull
 from rlpipe.system.ports import free_port
+from tests.engines.megatron.conversion_jobs import in_old_format, save_and_tell
 from tests.engines.megatron.ranks import engine, make_batch, weights_of_checkpoint
-from tests.engines.megatron.reshaped import in_old_format, save_and_tell
 
 SMALL = 60_000
 """Bytes of a file: ten or so for each model."""

@@ -7,7 +7,7 @@ import torch
 
 from rlpipe.engines.megatron.checkpoint import state
 from rlpipe.engines.megatron.model import fused, vocab
-from tests.engines.megatron.interpreted import Interpreted
+from tests.engines.megatron.triton_interpreter import Interpreted
 
 TOKENS = 19
 GROUPS = 3

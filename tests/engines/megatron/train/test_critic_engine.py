@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
 from rlpipe.system.ports import free_port
-from tests.engines.megatron import apart
+from tests.engines.megatron import critic_jobs
 
 pytestmark = pytest.mark.integration
 
@@ -31,10 +31,10 @@ def model(models) -> str:
 def together(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The history of one rank with both models, and a checkpoint of a policy without a critic."""
     folder = tmp_path_factory.mktemp("together")
-    alone = apart.without_critic(model, TRAIN, free_port(), folder / "alone")
-    ours = apart.shared(model, TRAIN, free_port(), CRITIC)
+    alone = critic_jobs.without_critic(model, TRAIN, free_port(), folder / "alone")
+    ours = critic_jobs.shared(model, TRAIN, free_port(), CRITIC)
     try:
-        found = apart.history(ours, str(folder / "both"), alone)
+        found = critic_jobs.history(ours, str(folder / "both"), alone)
     finally:
         ours.close()
     return {**found, "saved": str(folder / "both"), "alone": alone}
@@ -45,7 +45,7 @@ def test_a_critic_in_its_own_ranks_equals_a_critic_in_the_policys_ranks(
 ):
     ports = (free_port(), free_port(), free_port())
     directories = (str(tmp_path), together["saved"], together["alone"])
-    found = two_ranks.run(apart.one_rank_each, model, TRAIN, CRITIC, ports, directories)
+    found = two_ranks.run(critic_jobs.one_rank_each, model, TRAIN, CRITIC, ports, directories)
     for side in found:
         assert side["no room"] == "no room for a checkpoint on the local disk"
         assert (side["begun"], side["trained"], side["steps"]) == (
@@ -54,7 +54,7 @@ def test_a_critic_in_its_own_ranks_equals_a_critic_in_the_policys_ranks(
             together["steps"],
         )
         assert side["loaded"] == [together["trained"], together["trained"], together["loaded"][-1]]
-        assert apart.same_values(side, together)
+        assert critic_jobs.same_values(side, together)
     assert (
         "loss" not in together["steps"][0]
         and "loss" in together["steps"][-1]
@@ -62,7 +62,7 @@ def test_a_critic_in_its_own_ranks_equals_a_critic_in_the_policys_ranks(
     )
     assert not together["values"][0].any() and together["values"][1].any()
 
-    ours = apart.shared(model, TRAIN, free_port(), CRITIC)
+    ours = critic_jobs.shared(model, TRAIN, free_port(), CRITIC)
     try:
         assert ours.load_checkpoint(tmp_path) == 1
         assert ours.state_digest() == together["trained"], (
@@ -84,18 +84,18 @@ def test_a_critic_may_have_another_layout_than_the_policy(
     critic = {**CRITIC, **layout}
     with ThreadPoolExecutor(1) as threads:
         ranks = threads.submit(
-            two_ranks.run, apart.of_critic, model, TRAIN, critic, meeting, str(tmp_path)
+            two_ranks.run, critic_jobs.of_critic, model, TRAIN, critic, meeting, str(tmp_path)
         )
-        ours = apart.policy(
+        ours = critic_jobs.policy(
             model, TRAIN, 0, 1, free_port(), ExchangeAddress(("127.0.0.1", meeting), 1, 2)
         )
         try:
-            found = [apart.history(ours, str(tmp_path)), *ranks.result()]
+            found = [critic_jobs.history(ours, str(tmp_path)), *ranks.result()]
         finally:
             ours.close()
     assert len({side["trained"] for side in found}) == 1
     for side in found:
-        assert apart.same_values(side, together, tokens_of=(0, 1), within=2e-4)
+        assert critic_jobs.same_values(side, together, tokens_of=(0, 1), within=2e-4)
         assert side["loaded"] == [side["trained"]]
         for step, wanted in zip(side["steps"], together["steps"], strict=True):
             assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)

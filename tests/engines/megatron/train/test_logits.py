@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlpipe.system.ports import free_port
-from tests.engines.megatron.fanned import train_fanned
+from tests.engines.megatron.rollout_jobs import train_fanned
 
 POLICY = """
 import torch

@@ -25,7 +25,7 @@ from rlpipe.system.ports import free_port
 from rlpipe.types import Node, Stage
 from tests.actors.trainer.trained import configuration
 from tests.engines.megatron.ranks import engine, make_batch, near
-from tests.engines.megatron.routed import disturb, record_and_replay, refusal, routers
+from tests.engines.megatron.routing_jobs import disturb, record_and_replay, refusal, routers
 
 LAYERS = 2
 TOP_K = 2

@@ -9,8 +9,8 @@ from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.system.ports import free_port
 from tests.algorithms import loops
-from tests.engines.megatron.fanned import fanned_batch, train_fanned
 from tests.engines.megatron.ranks import engine
+from tests.engines.megatron.rollout_jobs import fanned_batch, train_fanned
 
 GSPO = {
     "surrogate": "gspo",
