@@ -293,6 +293,7 @@ def hook_args(resources: RolloutResources, gateway: Gateway) -> Namespace:
     args = slime_args(resources.config, router=gateway.url)
     args.session_url = f"{gateway.url}/sessions"
     args.hf_checkpoint = resources.model_dir
+    # `rollout.custom_config` may set another value for the function.
     if not hasattr(args, "max_turns"):
         args.max_turns = resources.config.rollout.max_turns
     args.tokenizer = resources.tokenizer

@@ -229,6 +229,7 @@ class _Attempt:
                     self._count(samples, so_far)
                     self._add_finished(samples)
             except RlpipeError as error:
+                # Once the batch is full, a failure may be an effect of the cut-off: the group waits.
                 if not self.closed:
                     self.errors[group_id] = str(error)
                     samples = failed_samples(group, error)
@@ -284,6 +285,7 @@ class _Attempt:
         """End the groups that run or wait for a slot."""
         self.closed = True
         for group_id, task in self.tasks.items():
+            # Groups that wait for a slot have no tokens; without `cut_off` none can be returned.
             if group_id not in self.running or cut_off is None:
                 task.cancel()
         if self.running and cut_off is not None:
@@ -295,6 +297,7 @@ class _Attempt:
         """Write finished groups every `flush_interval_s` until the rollout ends."""
         while not self.ended.is_set():
             await self.has_unflushed.wait()
+            # Groups that finish within one interval share a shard.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), self.settings.flush_interval_s)
             await self._flush_finished()

@@ -161,6 +161,7 @@ async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 1
     the program can read files and use the network as the run can.
     """
     with tempfile.TemporaryDirectory(prefix="rlpipe-tool-") as folder:
+        # Empty environment: the program does not see the run's secrets.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",

@@ -100,6 +100,7 @@ class Gateway:
         app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[_errors_as_json])
         app.add_routes([web.post("/generate", self._generate), web.get("/workers", self._workers)])
         app.add_routes([web.get("/health", _healthy), *self._routes(self)])
+        # With handler_cancellation, a client that disconnects ends its request.
         runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )

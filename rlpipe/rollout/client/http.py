@@ -44,11 +44,13 @@ class Connections(httpx.AsyncBaseTransport):
         httpx.DecodingError for a body that is too large."""
         session = self._client_session()
         body = await request.aread()
+        # aiohttp sets these two itself.
         headers = {
             name: value
             for name, value in request.headers.items()
             if name not in ("host", "accept-encoding")
         }
+        # httpx has percent-encoded the URL; yarl would encode it a second time.
         url = URL(str(request.url), encoded=True)
         options: dict[str, Any] = {"data": body, "headers": headers, "allow_redirects": False}
         try:

@@ -255,6 +255,7 @@ class RequestPool:
         request = PendingRequest(prompt_ids, n, where, stop, loop.create_future(), watch)
         key = settings.batch_key()
         if watch is not None:
+            # A streamed request has one response and shares no batch.
             self._start(key, [request])
             return request.answer
         if key not in self._unsent:
@@ -304,6 +305,7 @@ class RequestPool:
         task.add_done_callback(self._posts.discard)
 
         def cancel_if_unwanted(_: asyncio.Future[list[Generation]]) -> None:
+            # Callers may stop waiting at a deadline. Cancelling closes the connection.
             if all(request.answer.done() for request in batch):
                 task.cancel()
 
@@ -376,6 +378,7 @@ class RequestPool:
         pause_s = _FIRST_PAUSE_S
         lost_engines: set[str] = set()
         while True:
+            # Also before a repetition: the engine may have been lost during a push.
             await self.gate.opened()
             if all(request.stopped for request in batch):
                 return None

@@ -127,6 +127,7 @@ def _with_experts_of(held: np.ndarray | None, answer: Answer, end: int) -> np.nd
 
 
 def _key(ids: Sequence[int]) -> int:
+    # The hash alone: the prompts of long conversations would take much memory.
     return hash(tuple(ids))
 
 
