@@ -65,6 +65,7 @@ def check(config: RunConfig, home: Path) -> None:
 
 def _check_run(config: RunConfig, home: Path) -> None:
     _check_writable(config, home)
+    # User files are imported in another process while this one reads the prompts.
     with check_imports(config, config.resources.import_timeout_s) as importing:
         datasets = config.evaluation.datasets
         for source in (config.data.prompts, *(dataset.prompts for dataset in datasets)):
@@ -122,6 +123,7 @@ def _check_port(config: RunConfig) -> None:
     if port is None:
         return
     with socket.socket() as probe:
+        # A port of a run that has just ended can be used at once.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -158,6 +158,7 @@ class Engine:
         except EngineRejected as error:
             if _missing(error):
                 return False
+            # A failed push can leave an update open.
             if "already open" not in str(error.found):
                 raise
             await self.end_weight_update()

@@ -80,9 +80,12 @@ class ServerProcess:
             str(os.getpid()),
             *self.arguments(),
         ]
+        # The server imports rlpipe too, from wherever this process imported it.
         source = str(Path(rlpipe.__file__).parents[1])
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.environment()}
+        # The new session makes the process the leader of its group, which `stop` and the watch of
+        # `orphan` kill as a whole.
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command,

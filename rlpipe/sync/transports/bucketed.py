@@ -70,6 +70,8 @@ class BucketTransport(Transport[PushReport], Generic[Packed]):
             timeout_s = self.setup.sync.timeout_s
             return asyncio.run(run_session(push.engines, push.stamp, work, timeout_s=timeout_s))
         finally:
+            # `pack` can wait for engines; `finish` ends that wait. Then the other ranks can gather
+            # to the end.
             self.finish()
             exhaust(packed)
             exhaust(stream)
@@ -93,6 +95,7 @@ class BucketTransport(Transport[PushReport], Generic[Packed]):
             if last:
                 require_none_missing(missing, push.stamp)
             if push.check:
+                # The second pass cannot gather again: the stream is read once.
                 first_pass.append(([(name, tensor.cpu()) for name, tensor in bucket], last))
             yield self.pack(bucket), last
         for bucket, last in first_pass:

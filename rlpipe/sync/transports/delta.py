@@ -68,6 +68,7 @@ class DeltaTransport(DiskTransport):
 
         Raises: SyncError if this rank does not remember `push.base`; as `DiskTransport.send`.
         """
+        # Until the write succeeds the bytes belong to no version.
         remembered = self.remembered
         self.remembered = None
         try:
@@ -112,6 +113,7 @@ class DeltaTransport(DiskTransport):
         with ThreadPoolExecutor(WORKERS) as pool:
             for part in self.own_parts(tensors, stamp):
                 for name, tensor in part:
+                    # Bounds the memory of tensors that wait for a thread.
                     while len(pending) >= 2 * WORKERS:
                         collect()
                     pending.append(pool.submit(self._change_of, name, tensor))

@@ -57,6 +57,7 @@ class DiskTransport(Transport[Share]):
         pending = deque[Future[None]]()
         with ThreadPoolExecutor(1) as pool:
             for number, part in enumerate(self.own_parts(tensors, push.stamp)):
+                # At most one part waits: parts are as large as buckets.
                 while pending:
                     pending.popleft().result()
                 file_number = number * self.setup.world_size + self.setup.rank

@@ -5,9 +5,9 @@ broadcasts the bucket as one tensor of bytes. The engine answers when it has loa
 `BroadcastGroup` is the process group. The trainer rank is rank 0; engines join it through
 `/init_weights_update_group`.
 
-An engine that was told and does not take part leaves all members waiting in the broadcast. So the
-first failure ends the push for all engines: their weights are unknown. The trainer leaves the
-group, and the next push makes another.
+An engine that knows of a bucket and does not take part leaves all members waiting in the broadcast.
+So the first failure ends the push for all engines: their weights are unknown. The trainer leaves
+the group, and the next push makes another.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class DistributedTransport(BucketTransport[FlatBucket]):
         try:
             await self._together([*loading, broadcast(group, packed)], session)
         except BaseException:
+            # The broadcast may still wait for an engine. This group cannot be used again.
             self.close()
             raise
         session.count_bucket(len(packed.parts), packed.memory.nbytes)
@@ -314,6 +315,7 @@ def meeting_address(urls: Sequence[str]) -> str:
 
 def own_address_towards(url: str) -> str:
     """Return the address of this machine's interface that routes to a URL."""
+    # A machine can have several addresses, and its host name need not resolve to the right one.
     target = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target.hostname, target.port))  # UDP: sends nothing

@@ -119,6 +119,7 @@ class IpcTransport(BucketTransport[Handles]):
             self._changed.notify_all()
 
     async def connect(self, session: Session) -> None:
+        # Before the first bucket: an engine without a shared GPU would get no handle.
         for engine in session.active:
             self._ranks_of(engine.url)
 
@@ -160,6 +161,7 @@ class IpcTransport(BucketTransport[Handles]):
             with self._changed:
                 self._changed.wait_for(lambda: self._finished or self._num_loaded >= count)
                 loaded[0] = self._num_loaded >= count and not self._finished
+        # All ranks must take the same branch, or the collectives of gathering would not match.
         if self._gloo is not None:
             dist.broadcast(loaded, src=0, group=self._gloo)
         return bool(loaded[0])
@@ -168,6 +170,7 @@ class IpcTransport(BucketTransport[Handles]):
         """Return a block for a bucket, replaced by a larger one if it is too small."""
         self._slots += [torch.empty(0, dtype=torch.uint8)] * (number + 1 - len(self._slots))
         if len(self._slots[number]) < size_bytes:
+            # Release the smaller block first, so that both are never needed at once.
             self._slots[number] = torch.empty(0, dtype=torch.uint8)
             self._slots[number] = self._allocate(size_bytes)
         return self._slots[number]

@@ -158,6 +158,7 @@ class Mirror:
         tensors.flush()
 
     def _write_record(self, stamp: str) -> None:
+        # Renamed into place: a crash leaves the old record or the new one, never half of one.
         temporary = self._record.with_suffix(".new")
         with named_failures(str(self._record)):
             temporary.write_text(json.dumps({"stamp": stamp}))
@@ -168,6 +169,7 @@ class Mirror:
         end_s = time.monotonic() + timeout_s
         with (self.folder / ".lock").open("w") as lock:
             while True:
+                # A blocking lock has no timeout.
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break

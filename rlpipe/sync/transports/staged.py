@@ -74,6 +74,7 @@ class StagedTransport(Transport[PushReport]):
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         board = Board(setup.address) if setup.rank == 0 else None
+        # Rank 0 chooses a free port, so the others learn the address from it.
         where: list[Any] = [(setup.address, board.port) if board else None]
         dist.broadcast_object_list(where, src=0)
         self.leader: StageLeader | None = None
@@ -118,6 +119,7 @@ class StageLeader(DistributedTransport):
             self.close()
             raise
         finally:
+            # Sources wait for an order, also after a failure here.
             order = {"do": OVER, "failed": self._group is None}
             for stage in range(1, self.setup.num_stages):
                 self.board.put(self._key(stage, "order"), order)
@@ -134,6 +136,7 @@ class StageLeader(DistributedTransport):
         """Make a group of the session's engines with each stage, unless they exist."""
         previous = self._group
         await super().connect(session)
+        # All groups have the same engines, so a new group of stage 0 needs new ones of all stages.
         if self._group is not previous:
             for stage in range(1, self.setup.num_stages):
                 await self._make_stage_group(session, stage)

@@ -118,6 +118,7 @@ class WeightStore:
         if self.directory is None:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
                 _save(save, Path(folder, name))
+                # Objects are created once: an earlier attempt's file would be a conflict.
                 self._files.delete(path)
                 record = self._files.put_file(Path(folder, name), path)
             return WeightFile(
@@ -211,6 +212,7 @@ class WeightStore:
         while needed not in (None, after):
             assert needed is not None
             version = self.find(needed)
+            # A damaged record could name a version of its own chain as base.
             if version is None or version.stamp in {link.stamp for link in links}:
                 raise SyncError(
                     "the chain of weights is broken",
