@@ -87,7 +87,7 @@ async def test_a_cancelled_fork_ends_its_training_at_once(
     monkeypatch.setattr(training, "drive", endless)
     call: Any = fork
     state = await call(parent, run="again", return_state=True)
-    assert endless.ended == {"again": "an iteration abandoned after 0 s"}
+    assert endless.ended == {"again": "an iteration was abandoned after 0 s"}
     assert state.type is StateType.CANCELLED
 
 
