@@ -151,9 +151,7 @@ def to_hf(
     """
     source = checkpoint_paths.find_checkpoint(checkpoint, step)
     start = time.monotonic()
-    stored: Checkpoint | LegacyCheckpoint = (
-        LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
-    )
+    stored = LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
     target_dtype = _dtype(dtype) if dtype else stored.dtype
     # The metadata identifies torch_dist's data files (`__*`).
     source_files = [
