@@ -157,7 +157,7 @@ def test_each_row_of_the_batch_has_the_tokens_log_probs_and_reward_of_its_sample
 
 
 @given(rows())
-def test_the_order_in_which_rows_come_does_not_matter(given_rows: list[Row]):
+def test_the_order_of_the_rows_does_not_matter(given_rows: list[Row]):
     always = [(sample(9), reward(sample(9)))]
     first, second = (
         fix_batch(
@@ -220,7 +220,7 @@ def versions(
     )
 
 
-def test_groups_that_the_rollout_did_not_accept_are_not_looked_at():
+def test_groups_that_the_rollout_did_not_accept_are_ignored():
     samples = [sample(0), sample(1, 0, Status.ABORTED), sample(2, 0, Status.FAILED)]
     batch = fix_batch(samples, [], accepted=["run:00000000"], scored=False, version=VERSION)
     assert (batch.groups, batch.dropped) == (("run:00000000",), {})
@@ -251,7 +251,7 @@ def test_with_masking_old_tokens_have_no_part_in_the_loss():
     assert batch.columns.loss_mask.tolist() == [0, 1, 1, 0, 0, 0, 0, 1]
 
 
-def test_the_staleness_of_the_tokens_that_count_is_told():
+def test_the_metrics_have_the_staleness_of_unmasked_tokens():
     samples = [versions((1, 3), (2, 1)), versions((1, 1), (4, 0), group=1)]
     batch = fix_batch(samples, [], scored=False, version=VERSION, max_staleness=1, mask_stale=True)
     assert batch.staleness is not None
@@ -283,7 +283,7 @@ def test_engine_and_trainer_are_compared_where_the_same_weights_sampled():
     assert "rollout/logprob_abs_diff/max" not in batch_metrics(old, columns)
 
 
-def test_how_far_engine_and_trainer_are_apart_is_told_as_a_divergence():
+def test_the_metrics_have_the_divergence_of_engine_and_trainer():
     batch = fix_batch([replace(sample(0), loss_mask=[1, 1, 0])], [], scored=False, version=VERSION)
     behaviour = batch.columns.rollout_log_probs
     assert behaviour is not None
@@ -337,7 +337,7 @@ def test_a_group_with_a_token_that_counts_and_has_no_experts_is_left_out(bad: Sa
     assert (batch.groups, batch.dropped) == ((other.group_id,), {bad.group_id: "unrouted"})
 
 
-def test_a_batch_without_any_experts_says_what_to_do():
+def test_the_error_of_a_batch_without_experts_says_what_to_do():
     with pytest.raises(DataError, match=r"1 unrouted(.|\n)*use train.use_routing_replay"):
         fix_batch([sample()], [reward(sample())], scored=True, version=VERSION, routed=True)
 
@@ -372,7 +372,7 @@ def test_a_sample_without_a_loss_mask_counts_with_every_response_token():
     assert batch.columns.loss_mask.tolist() == [1, 1, 1, 1, 0, 1]
 
 
-def test_a_batch_without_groups_says_what_became_of_them():
+def test_the_error_of_an_empty_batch_counts_the_drop_reasons():
     samples = [sample(0, 0, Status.FAILED), sample(1), sample(2)]
     with pytest.raises(DataError) as caught:
         fix_batch(samples, [reward(samples[1], None)], scored=True, version=VERSION)

@@ -228,7 +228,7 @@ def test_a_batch_whose_tokens_have_unequal_numbers_of_experts_is_not_written():
         make_table(BATCH, {**row, "routed_experts": [[0, 1, 2, 3], [0, 1, 2]]}, "batch")
 
 
-def test_a_batch_of_before_experts_could_be_many_is_read():
+def test_a_batch_with_small_lists_of_experts_is_read():
     row = {
         "tokens": [[1, 2], [3, 4]],
         "prompt_len": [1, 1],
@@ -249,7 +249,7 @@ def test_a_batch_of_before_experts_could_be_many_is_read():
     assert decode(sink.getvalue().to_pybytes(), "x").equals(table)
 
 
-def test_a_batch_with_a_number_that_is_none_is_not_written(files: Files):
+def test_a_batch_with_nan_is_not_written(files: Files):
     columns = BatchColumns.from_lists([[1]], [[2, 3]], advantages=[[1.0, float("nan")]])
     with pytest.raises(DataError, match="advantages has a value that is not finite"):
         write_batch(files, DIGEST, Batch(columns, ("g",), (0,), np.zeros(1), {}, None), columns)
@@ -257,7 +257,7 @@ def test_a_batch_with_a_number_that_is_none_is_not_written(files: Files):
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{", b'{"num_samples": 1}', b"\xff"])
-def test_a_packing_plan_that_is_none_is_named(files: Files, text: bytes):
+def test_a_file_that_is_not_a_packing_plan_is_named(files: Files, text: bytes):
     record = write_data(files, f"data/train/{DIGEST}", "packing.json", text)
     with pytest.raises(ObjectCorrupt, match="not a packing plan") as caught:
         read_packing(files, node(Stage.TRAIN, record))

@@ -45,7 +45,7 @@ def test_a_micro_batch_exceeds_max_tokens_only_by_a_sample_that_is_alone(
     st.booleans(),
     st.randoms(),
 )
-def test_rollouts_stay_together_in_the_steps_that_are_asked_for_and_none_trails_behind(
+def test_rollouts_stay_together_in_steps_of_equal_size(
     lengths, num_steps, micro_batch_size, data_parallel, balance_by_flops, random
 ):
     rollout = [random.randrange(8) for _ in lengths]
@@ -178,7 +178,7 @@ def three_samples() -> BatchColumns:
     )
 
 
-def test_columns_hold_what_the_lists_held():
+def test_columns_have_the_values_of_the_lists():
     batch = three_samples()
     assert len(batch) == 3
     assert batch.tokens.tolist() == [1, 2, 7, 3, 8, 9, 4, 5, 6]
@@ -192,7 +192,7 @@ def test_columns_hold_what_the_lists_held():
     ]
 
 
-def test_select_takes_samples_in_the_order_asked_for():
+def test_select_returns_samples_in_the_given_order():
     batch = three_samples().select([2, 1])
     assert batch.tokens.tolist() == [4, 5, 6, 3, 8, 9]
     assert batch.advantages is not None
@@ -307,7 +307,7 @@ def costliest_first(lengths: np.ndarray, num_bins: int) -> list[list[int]]:
 
 
 @given(lengths_of_samples, st.integers(1, 6), st.integers(1, 4))
-def test_with_a_number_of_samples_the_method_keeps_the_numbers_even(
+def test_with_micro_batch_size_the_numbers_of_samples_stay_even(
     lengths, micro_batch_size, data_parallel
 ):
     lengths = np.array(lengths)

@@ -135,7 +135,7 @@ def test_a_run_that_has_just_begun_has_an_empty_history(run: Written):
     assert "hf_checkpoint: /models/m" in history.config_yaml
 
 
-def test_each_committed_iteration_is_in_it_with_its_metrics_and_seconds(run: Written):
+def test_the_history_has_each_committed_iteration_with_metrics_and_seconds(run: Written):
     for k in range(3):
         run.iterate(k, advantage={"metrics": {"rollout/raw_reward": k / 2}, "seconds": 1.0 + k})
     history = run.reader().read()
@@ -153,7 +153,7 @@ def test_each_committed_iteration_is_in_it_with_its_metrics_and_seconds(run: Wri
     assert history.status == "finished"
 
 
-def test_evaluations_are_found_for_the_weights_they_are_of(run: Written):
+def test_evaluations_are_found_by_their_weights(run: Written):
     run.evaluate(0.25)
     run.iterate(0)
     run.iterate(1)
@@ -168,7 +168,7 @@ def test_evaluations_are_found_for_the_weights_they_are_of(run: Written):
     assert (history.totals["accuracy_before"], history.totals["accuracy_after"]) == (0.25, 0.5)
 
 
-def test_a_reader_that_looked_before_sees_what_came_since_and_the_same_as_a_fresh_one(run: Written):
+def test_a_second_read_gives_the_same_history_as_a_new_reader(run: Written):
     reader = run.reader()
     assert reader.read().evaluations == []
     run.evaluate(0.25)
@@ -181,7 +181,7 @@ def test_a_reader_that_looked_before_sees_what_came_since_and_the_same_as_a_fres
     assert [evaluation.iteration for evaluation in reader.read().evaluations] == [0, 1, 2, 3]
 
 
-def test_what_was_answered_before_and_after_is_that_of_the_same_prompts(run: Written):
+def test_the_report_compares_answers_to_the_same_prompts(run: Written):
     run.evaluate(0.0, answers={"a": "wrong", "b": "worse", "gone": "wrong"})
     run.evaluate(0.5, dataset=1, answers={"a": "of another set"})
     run.iterate(0)
@@ -192,7 +192,7 @@ def test_what_was_answered_before_and_after_is_that_of_the_same_prompts(run: Wri
     ]
 
 
-def test_no_more_samples_are_shown_than_were_asked_for(tmp_path: Path):
+def test_samples_in_report_bounds_the_samples(tmp_path: Path):
     run = Written(tmp_path, observe={"samples_in_report": 2})
     answers = {f"q{number}": "a" for number in range(5)}
     run.evaluate(0.0, answers=answers)
@@ -204,7 +204,7 @@ def test_no_more_samples_are_shown_than_were_asked_for(tmp_path: Path):
     ]
 
 
-def test_a_fork_tells_only_of_its_own_iterations(tmp_path: Path):
+def test_the_history_of_a_fork_has_only_its_own_iterations(tmp_path: Path):
     root = Written(tmp_path)
     for k in range(3):
         root.iterate(k)
@@ -218,7 +218,7 @@ def test_a_fork_tells_only_of_its_own_iterations(tmp_path: Path):
     assert reader.read().evaluations == [Evaluation(3, "held", 0.5, 1)]
 
 
-def test_before_a_fork_are_the_weights_that_it_began_with(tmp_path: Path):
+def test_the_first_evaluation_of_a_fork_is_of_its_first_weights(tmp_path: Path):
     root = Written(tmp_path)
     root.evaluate(0.125)
     root.iterate(0)
@@ -232,7 +232,7 @@ def test_before_a_fork_are_the_weights_that_it_began_with(tmp_path: Path):
     assert (history.totals["accuracy_before"], history.totals["accuracy_after"]) == (0.25, 0.5)
 
 
-def test_time_outside_the_stages_comes_from_the_log_beside_the_report(run: Written):
+def test_time_outside_the_stages_comes_from_the_timing_log(run: Written):
     run.spent(30.0, {"start": 30.0})
     run.spent(4.0, {"checkpoint": 1.0}, iteration_s=4.0, work_s=3.5)
     run.spent(3.0, {}, iteration_s=3.0, work_s=2.0)
@@ -252,7 +252,7 @@ def test_time_outside_the_stages_comes_from_the_log_beside_the_report(run: Writt
     }
 
 
-def test_a_line_of_the_log_that_was_cut_off_costs_no_more_than_itself(run: Written):
+def test_a_truncated_line_of_the_timing_log_is_skipped(run: Written):
     run.spent(30.0, {"start": 30.0})
     with (run.directory / "timing.jsonl").open("a") as log:
         log.write('{"seconds": 4.0, "oth\n')
@@ -260,7 +260,7 @@ def test_a_line_of_the_log_that_was_cut_off_costs_no_more_than_itself(run: Writt
     assert run.reader().read().totals["seconds"] == 32.0
 
 
-def test_tokens_per_second_are_those_of_the_whole_run(run: Written):
+def test_tokens_per_second_cover_the_whole_run(run: Written):
     run.iterate(0, rollout={"tokens": 100, "seconds": 1.0}, train={"tokens": 300, "seconds": 0.5})
     run.iterate(1, rollout={"tokens": 100, "seconds": 3.0}, train={"tokens": 300, "seconds": 1.5})
     totals = run.reader().read().totals
@@ -274,7 +274,7 @@ def test_the_largest_log_prob_difference_of_the_run_is_kept(run: Written):
     assert run.reader().read().totals["max_logprob_difference"] == 3e-6
 
 
-def test_the_metrics_of_an_iteration_are_those_of_its_stages_and_its_rates():
+def test_the_metrics_of_an_iteration_include_stage_metrics_and_rates():
     outputs = {
         Stage.ROLLOUT: {"tokens": 50, "seconds": 2.0, "truncated_ratio": 0.25},
         Stage.REWARD: {"scored": 3},
@@ -298,7 +298,7 @@ def test_the_metrics_of_an_iteration_are_those_of_its_stages_and_its_rates():
     }
 
 
-def test_what_a_supervised_iteration_does_not_measure_it_does_not_say():
+def test_a_supervised_iteration_has_no_rollout_metrics():
     outputs = {
         Stage.ROLLOUT: {"tokens": 0, "seconds": 1.0, "truncated_ratio": 0.0},
         Stage.TRAIN: {"metrics": {"train/loss": 1.0}},
@@ -306,7 +306,7 @@ def test_what_a_supervised_iteration_does_not_measure_it_does_not_say():
     assert iteration_metrics(outputs) == {"train/loss": 1.0, "rollout/truncated_ratio": 0.0}
 
 
-def test_turns_on_shared_gpus_are_metrics_of_their_iteration():
+def test_phase_switches_on_shared_gpus_are_metrics_of_their_iteration():
     def switch(seconds: float, peak: float, used: float) -> dict[str, float]:
         return {"seconds": seconds, "trainer_peak_bytes": peak, "used_bytes": used}
 

@@ -93,7 +93,7 @@ def test_weights_are_traced_through_forks_and_warm_starts(files: Files):
         legs(files, "run", 9)
 
 
-def test_backward_says_what_made_the_weights(files: Files):
+def test_backward_names_batches_and_code_of_the_weights(files: Files):
     told = backward(files, "run", 1)
     assert told["weights"]["version"] == 2
     assert (
@@ -110,7 +110,7 @@ def test_backward_says_what_made_the_weights(files: Files):
     assert leg["weight_versions"] == [0, 0] and leg["staleness"] == [0, 3]
 
 
-def test_the_rows_behind_weights_are_those_of_every_leg(files: Files):
+def test_trained_on_returns_the_rows_of_every_leg(files: Files):
     rows = trained_on(files, "warm").to_pylist()
     assert {(row["branch"], row["iteration"]) for row in rows} == {
         ("run", 0),
@@ -140,7 +140,7 @@ def test_forward_names_the_optimizer_step_and_the_first_weights(files: Files):
     assert optimizer_steps(files, "run", 0)["run:00000001", 0] == 3
 
 
-def test_descendants_are_all_branches_that_have_it(files: Files):
+def test_descendants_are_all_branches_with_the_iteration(files: Files):
     assert descendants(files, {"run": 0}) == (["run@3", "fork@2", "warm@0"], {})
     assert descendants(files, {"run": 2}) == (["run@3"], {})
     assert descendants(files, {"run": 2, "fork": 2}) == (["run@3", "fork@2"], {})
@@ -149,7 +149,7 @@ def test_descendants_are_all_branches_that_have_it(files: Files):
 
 
 @pytest.mark.parametrize("broken", ["branches/other/config.json", "branches/other/00000000.json"])
-def test_a_damaged_branch_is_named_and_hides_nothing_of_the_others(files: Files, broken: str):
+def test_a_damaged_branch_is_named_and_hides_no_other(files: Files, broken: str):
     SteppingRun(files, "other").start().iterate()
     files.delete(broken)
     files.create(broken, b"{}")
@@ -162,7 +162,7 @@ def test_a_damaged_branch_is_named_and_hides_nothing_of_the_others(files: Files,
     assert [leg.branch for leg in legs(files, "warm")] == ["warm", "run"]
 
 
-def test_weights_whose_maker_cannot_be_read_name_the_damaged_branch(files: Files):
+def test_a_trace_that_needs_a_damaged_branch_names_it(files: Files):
     files.delete("branches/run/00000001.json")
     files.create("branches/run/00000001.json", b"{}")
     with pytest.raises(
@@ -171,9 +171,7 @@ def test_weights_whose_maker_cannot_be_read_name_the_damaged_branch(files: Files
         legs(files, "warm")
 
 
-def test_every_branch_is_read_once_however_many_there_are(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_branch_is_read_once(files: Files, monkeypatch: pytest.MonkeyPatch):
     """Forks of forks: requests grow as the branches do, not as their square."""
     first = Branches(files).read("run", 0).nodes[Stage.TRAIN]
     checkpoint = Nodes(files).commit(checkpoint_inputs(first).node(outputs={"version": 1})).digest
@@ -201,7 +199,7 @@ def test_every_branch_is_read_once_however_many_there_are(
     assert counts[2] < 2.1 * counts[0] and counts[3] < 2.1 * counts[1]
 
 
-def test_weights_that_a_replay_made_are_traced_to_the_iteration_that_they_stand_for(tmp_path: Path):
+def test_the_weights_of_a_segment_are_traced_to_their_iteration(tmp_path: Path):
     files = Files(tmp_path / "store")
     run = SteppingRun(files).start()
     commits = [run.iterate() for _ in range(2)]
@@ -227,7 +225,7 @@ def test_weights_that_a_replay_made_are_traced_to_the_iteration_that_they_stand_
     ("text", "said"),
     [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")],
 )
-def test_a_text_that_names_no_prompt_or_all_is_refused(
+def test_a_text_in_no_prompt_or_in_too_many_is_refused(
     files: Files, monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ):
     monkeypatch.setattr("rlpipe.lineage.provenance.MAX_PROMPTS", 3)

@@ -107,23 +107,32 @@ TUNING = {
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
     "teacher": "timeout_s",
-    "sync": "check_weight_update_equal in_flight transport update_weight_buffer_size probe_samples max_logprob_difference "
-    "update_weight_disk_dir update_weight_disk_keep_files update_weight_local_checkpoint_dir update_weight_delta_encoding "
-    "update_weight_delta_checksum update_weight_full_interval timeout_s",
+    "sync": (
+        "check_weight_update_equal in_flight transport update_weight_buffer_size probe_samples "
+        "max_logprob_difference update_weight_disk_dir update_weight_disk_keep_files "
+        "update_weight_local_checkpoint_dir update_weight_delta_encoding "
+        "update_weight_delta_checksum update_weight_full_interval timeout_s"
+    ),
     "checkpoint": "save_interval keep_local timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",
-    "engine": "sglang router router_url server_concurrency request_timeout_s host "
-    "rollout_health_check_interval rollout_health_check_timeout",
-    "resources": "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
-    "rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node external_engines "
-    "colocate offload_train offload_rollout cluster ray_address exclusive_gpus keep_idle_s "
-    "threads_per_process start_timeout_s import_timeout_s stop_grace_s",
+    "engine": (
+        "sglang router router_url server_concurrency request_timeout_s host "
+        "rollout_health_check_interval rollout_health_check_timeout"
+    ),
+    "resources": (
+        "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
+        "rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node external_engines "
+        "colocate offload_train offload_rollout cluster ray_address exclusive_gpus keep_idle_s "
+        "threads_per_process start_timeout_s import_timeout_s stop_grace_s"
+    ),
     "store": "root",
-    "observe": "tensorboard samples_in_report profile_target profile_step_start profile_step_end profile_ranks "
-    "custom_rollout_log_function_path custom_eval_rollout_log_function_path record_memory_history report_interval "
-    "prometheus_port prometheus_host "
-    "use_wandb wandb_mode wandb_project wandb_team wandb_group wandb_run_id wandb_dir wandb_host",
+    "observe": (
+        "tensorboard samples_in_report profile_target profile_step_start profile_step_end "
+        "profile_ranks custom_rollout_log_function_path custom_eval_rollout_log_function_path "
+        "record_memory_history report_interval prometheus_port prometheus_host use_wandb "
+        "wandb_mode wandb_project wandb_team wandb_group wandb_run_id wandb_dir wandb_host"
+    ),
     "gates": "bounds timeout_s poll_s",
     "orchestration": "iterations deployment retries retry_delay_s timeout_s",
 }
@@ -237,7 +246,7 @@ def test_no_tuning_key_changes_a_digest_but_the_number_of_trainer_ranks():
 
 
 @given(st.sets(st.sampled_from(sorted(LEAVES)), max_size=6))
-def test_several_changes_together_change_what_each_of_them_changes(keys: set[str]):
+def test_combined_changes_change_the_union_of_the_stages(keys: set[str]):
     config = CONFIG
     for key in sorted(keys):
         config = changed(config, key)
@@ -301,7 +310,7 @@ def test_the_kind_of_a_verifier_decides_rewards_and_the_evaluations_that_use_it(
     assert differing(CONFIG, gym) == {Stage.REWARD, HELD}
 
 
-def test_the_length_of_a_run_matters_to_training_only_while_the_learning_rate_decays_over_it():
+def test_the_length_of_a_run_is_an_input_only_if_the_learning_rate_decays():
     def longer(**optimizer: Any) -> set[str]:
         short = {**BASE, "train": {"optimizer": optimizer}}
         return differing(validate(short), validate({**short, "num_rollout": 5}))
@@ -311,7 +320,7 @@ def test_the_length_of_a_run_matters_to_training_only_while_the_learning_rate_de
     assert longer(lr_decay_style="cosine", lr_decay_steps=100) == set()
 
 
-def test_another_seed_of_the_run_is_another_order_of_prompts_and_other_random_numbers():
+def test_the_seed_of_a_run_changes_prompt_order_and_random_numbers():
     assert differing(CONFIG, validate({**BASE, "seed": 1})) == {
         Stage.INIT,
         Stage.TRAIN,
@@ -320,7 +329,7 @@ def test_another_seed_of_the_run_is_another_order_of_prompts_and_other_random_nu
     }
 
 
-def test_a_critic_decides_first_weights_batches_and_training_of_a_run_that_has_one_and_of_no_other():
+def test_a_critic_changes_the_identities_of_runs_with_a_critic_only():
     def differing_in(critic: dict[str, Any], **advantage: Any) -> set[str]:
         base = {**BASE, "advantage": advantage}
         return differing(validate(base), validate({**base, "critic": critic}))
@@ -340,7 +349,7 @@ def test_a_critic_decides_first_weights_batches_and_training_of_a_run_that_has_o
     )
 
 
-def test_a_critic_in_ranks_of_its_own_decides_by_their_number_and_layout():
+def test_the_identity_has_number_and_layout_of_separate_critic_ranks():
     def config(ranks: int, **parallel: int) -> RunConfig:
         critic = {"parallel": parallel} if parallel else {}
         resources = {"critic_num_gpus_per_node": ranks}
@@ -364,7 +373,7 @@ def test_a_critic_in_ranks_of_its_own_decides_by_their_number_and_layout():
     }
 
 
-def test_a_teacher_decides_the_batches_of_a_run_that_distils_and_of_no_other():
+def test_a_teacher_changes_the_batches_of_distilling_runs_only():
     teacher = {"teacher": {"opd_type": "sglang", "url": "http://t:1"}}
     other = {"teacher": {"opd_type": "sglang", "url": "http://t:2"}}
     distils = {**BASE, "advantage": {"use_opd": True}}
@@ -451,7 +460,7 @@ def test_every_recipe_has_a_digest_for_every_stage(recipe: str):
     ]
 
 
-def test_a_node_of_inputs_is_one_that_the_store_takes(tmp_path: Path):
+def test_the_store_accepts_a_node_of_inputs(tmp_path: Path):
     inputs = train_inputs(CONFIG, "advantage", "before")
     node = inputs.node(outputs={"state_digest": "s"})
     assert (node.stage, node.digest, node.outputs) == (

@@ -126,14 +126,14 @@ def test_a_segment_is_restored_from_its_own_checkpoint_and_so_is_what_was_traine
     )
 
 
-def test_a_segment_whose_checkpoint_is_gone_cannot_be_had_again(nodes: Nodes):
+def test_a_segment_without_its_checkpoint_is_an_error(nodes: Nodes):
     chain = history(nodes, 2)
     made = segment(nodes, chain[2], INIT)
     with pytest.raises(ObjectMissing, match="checkpoint of a segment"):
         lineage_to(nodes, train(nodes, made, 3), INIT)
 
 
-def test_a_segment_says_what_it_replaced_and_what_came_out(nodes: Nodes):
+def test_a_segment_records_the_replaced_state_and_its_own(nodes: Nodes):
     chain = history(nodes, 2)
     outputs = state_node(nodes, segment(nodes, chain[2], INIT)).outputs
     assert outputs.pop("host")
@@ -158,7 +158,7 @@ def test_batches_of_another_configuration_are_not_trained_again_under_this_one(n
     )
 
 
-def test_a_state_that_nothing_made_is_named(nodes: Nodes):
+def test_an_unknown_state_is_named(nodes: Nodes):
     with pytest.raises(ObjectMissing, match=r"nodes/train/none\.json"):
         state_node(nodes, "none")
 
@@ -188,7 +188,7 @@ def test_a_refreshed_reference_comes_from_the_checkpoint_of_its_version(
     )
 
 
-def test_where_the_checkpoint_of_a_reference_is_missing_it_is_made_again_on_the_way(
+def test_a_reference_without_checkpoint_is_rebuilt_by_a_longer_replay(
     nodes: Nodes, refreshed: list[str]
 ):
     save(nodes, refreshed[5])
@@ -248,7 +248,7 @@ def answer(find: Any, state: str) -> Lineage | str:
         return str(error.where)
 
 
-def test_the_way_to_a_state_costs_the_same_however_far_its_checkpoint_is(tmp_path: Path):
+def test_the_lineage_of_the_next_state_costs_the_same_at_any_distance(tmp_path: Path):
     files = Counting(tmp_path / "store")
     nodes = Nodes(files)
     lineages = Lineages(nodes, INIT)
@@ -278,7 +278,7 @@ that state's place first."""
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(ACTS, max_size=30), st.sampled_from([None, 2, 3]))
-def test_a_way_that_is_found_from_the_last_one_is_the_one_that_a_walk_finds(
+def test_lineages_give_the_same_answers_as_a_full_walk(
     tmp_path_factory, acts: Any, interval: int | None
 ):
     """Over histories with forks of another configuration, checkpoints, segments and refreshed
@@ -317,7 +317,7 @@ def test_a_way_that_is_found_from_the_last_one_is_the_one_that_a_walk_finds(
             assert answer(lineages.to, asked) == expected
 
 
-def test_a_checkpoint_that_another_process_recorded_makes_no_way_wrong_and_one_that_was_removed_none_without_it(
+def test_checkpoints_that_other_processes_record_or_remove_leave_every_lineage_right(
     nodes: Nodes,
 ):
     chain = history(nodes, 3)

@@ -132,7 +132,7 @@ def test_another_estimator_alone_scores_nothing_again(files: Files, tmp_path: Pa
     assert found == pytest.approx(expected)
 
 
-def test_a_filter_chooses_anew_among_all_groups_that_were_finished(files: Files, tmp_path: Path):
+def test_a_filter_chooses_among_all_finished_groups(files: Files, tmp_path: Path):
     config = configuration(tmp_path, groups=6, rollout={"dynamic_sampling_filter_path": FILTER})
     History(files, config).iterate()
     old = stored(files, "run", 0).rollout.outputs
@@ -233,7 +233,7 @@ def test_post_processing_sees_what_the_filter_left(files: Files, tmp_path: Path)
     assert {row.reward for row in rows} == {0.0, 0.5}
 
 
-def test_advantages_that_need_a_model_s_scores_that_are_not_stored_are_left_to_training(
+def test_advantages_that_need_missing_model_scores_are_left_to_training(
     files: Files, tmp_path: Path
 ):
     config = configuration(tmp_path)
@@ -244,7 +244,7 @@ def test_advantages_that_need_a_model_s_scores_that_are_not_stored_are_left_to_t
     assert stored(files, "new", 0).advantage is None
 
 
-def test_a_function_that_was_changed_since_needs_another_name(files: Files, tmp_path: Path):
+def test_a_changed_function_needs_another_run_name(files: Files, tmp_path: Path):
     config = configuration(tmp_path)
     History(files, config).iterate()
     new = changed(config, reward=other_reward(tmp_path))
@@ -254,14 +254,12 @@ def test_a_function_that_was_changed_since_needs_another_name(files: Files, tmp_
         reprocessed(files, new, 0)
 
 
-def test_what_scores_nothing_is_refused_before_anything_is_read(files: Files, tmp_path: Path):
+def test_a_run_without_rewards_is_refused_before_reading(files: Files, tmp_path: Path):
     with pytest.raises(ConfigError, match="nothing to score"):
         Reprocessor(files, configuration(tmp_path, reward={"function": {"type": "none"}}))
 
 
-def test_a_filter_that_is_the_same_under_the_same_reward_chooses_nothing_anew(
-    files: Files, tmp_path: Path
-):
+def test_an_unchanged_filter_and_reward_reuse_the_choice(files: Files, tmp_path: Path):
     config = configuration(tmp_path, groups=6, rollout={"dynamic_sampling_filter_path": FILTER})
     History(files, config).iterate()
     (made,) = reprocessed(files, changed(config, advantage={"advantage_estimator": "rloo"}), 0)
@@ -270,7 +268,7 @@ def test_a_filter_that_is_the_same_under_the_same_reward_chooses_nothing_anew(
     assert made.advantage != old.advantage
 
 
-def test_what_was_reprocessed_can_be_reprocessed_again(files: Files, tmp_path: Path):
+def test_a_reprocessed_branch_can_be_reprocessed(files: Files, tmp_path: Path):
     config = configuration(tmp_path, groups=6, rollout={"dynamic_sampling_filter_path": FILTER})
     History(files, config).iterate()
     unfiltered = changed(config, rollout={"dynamic_sampling_filter_path": None})
@@ -288,7 +286,7 @@ def test_what_was_reprocessed_can_be_reprocessed_again(files: Files, tmp_path: P
     assert stored(files, "newer", 0).reward == second.reward
 
 
-def test_a_filter_or_reward_whose_source_was_changed_chooses_anew(files: Files, tmp_path: Path):
+def test_a_changed_source_of_filter_or_reward_chooses_again(files: Files, tmp_path: Path):
     (tmp_path / "keep.py").write_text("def keep(samples):\n    return True, None\n")
     config = configuration(
         tmp_path, rollout={"dynamic_sampling_filter_path": f"{tmp_path}/keep.py:keep"}
@@ -306,9 +304,7 @@ def test_a_filter_or_reward_whose_source_was_changed_chooses_anew(files: Files, 
     assert kept.rollout.outputs["accepted"] == ["run:00000001"]
 
 
-def test_what_is_made_of_scores_later_or_how_many_groups_are_kept_scores_nothing_again(
-    files: Files, tmp_path: Path
-):
+def test_post_processing_and_batch_size_reuse_the_scores(files: Files, tmp_path: Path):
     config = configuration(tmp_path)
     History(files, config).iterate()
     (tmp_path / "post.py").write_text(
@@ -326,9 +322,7 @@ def test_what_is_made_of_scores_later_or_how_many_groups_are_kept_scores_nothing
     assert [len(one.rollout.outputs["accepted"]) for one in made[:2]] == [2, 1]
 
 
-def test_a_filter_sees_samples_in_their_order_however_they_were_written(
-    files: Files, tmp_path: Path
-):
+def test_a_filter_gets_samples_in_index_order(files: Files, tmp_path: Path):
     class Reversed(History):
         def _samples(self, group: PlannedGroup, k: int) -> list[Sample]:
             return super()._samples(group, k)[::-1]
@@ -368,7 +362,7 @@ def test_rows_may_be_as_old_as_the_run_allows_and_older_tokens_count_only_masked
     assert at_version(files, masked, 1) == {0.0, 1.0}
 
 
-def test_distillation_needs_what_the_policy_and_its_teacher_said(files: Files, tmp_path: Path):
+def test_distillation_needs_log_probs_of_policy_and_teacher(files: Files, tmp_path: Path):
     config = configuration(tmp_path)
     History(files, config).iterate()
     advantage = stored(files, "run", 0).advantage
