@@ -47,7 +47,7 @@ class LiveRun:
         self.process.wait()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the output since the start."""
         return self.log.read_bytes()[self._begin :].decode(errors="replace")
 
@@ -58,9 +58,9 @@ class LiveRun:
         end_s = time.monotonic() + timeout_s
         while not reached():
             assert self.process.poll() is None, (
-                f"it ended with {self.process.returncode}:\n{self.said}"
+                f"it ended with {self.process.returncode}:\n{self.output}"
             )
-            assert time.monotonic() < end_s, f"not reached in {timeout_s:g} s:\n{self.said}"
+            assert time.monotonic() < end_s, f"not reached in {timeout_s:g} s:\n{self.output}"
             time.sleep(0.02)
 
     def finish(self, timeout_s: float = 240.0) -> int:
@@ -68,7 +68,7 @@ class LiveRun:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not finished in {timeout_s:g} s:\n{self.said}") from None
+            raise AssertionError(f"not finished in {timeout_s:g} s:\n{self.output}") from None
 
     def interrupt(self) -> int:
         """Send SIGINT to the process group, as Ctrl-C does; return the exit code."""

@@ -80,7 +80,7 @@ def test_twenty_iterations_on_one_gpu_leak_no_memory(
     }
     (tmp_path / "shared.yaml").write_text(RECIPE % {**filled, "iterations": iterations})
     with LiveRun(tmp_path / "home", "--recipe", str(tmp_path / "shared.yaml")) as run:
-        assert run.finish(1400) == 0, run.said
+        assert run.finish(1400) == 0, run.output
     found = switches(tmp_path / "home" / "shared")
     for row in (HEADER, *summary(found)):
         print(
@@ -88,7 +88,7 @@ def test_twenty_iterations_on_one_gpu_leak_no_memory(
                 f"{cell:>10.3f}" if isinstance(cell, float) else f"{cell:>10}" for cell in row
             )
         )
-    print(run.said.strip().splitlines()[-1])
+    print(run.output.strip().splitlines()[-1])
     assert check_branch(Files(tmp_path / "home" / "store"), "shared") == []
     assert_steady(found)
 

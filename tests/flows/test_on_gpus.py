@@ -117,8 +117,8 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
     with LiveRun(
         tmp_path / "home", "--recipe", "spell_backward", *settings, environment=there
     ) as run:
-        assert run.finish(1700) == 0, run.said
-        print(run.said[-1500:])
+        assert run.finish(1700) == 0, run.output
+        print(run.output[-1500:])
     summary = json.loads((tmp_path / "home" / "spell_backward" / "summary.json").read_text())
     assert summary["iterations"] == 150
     accuracy = summary["accuracy"]["heldout"]
@@ -161,8 +161,8 @@ def test_a_separate_critic_rank_and_an_external_engine_continue_after_kills(
                 before = _committed(home)
                 run.wait_until(lambda before=before: _committed(home) > before + 1, 600)
                 run.parts(lambda line, rank=rank: rank in line)[0].kill()
-            assert run.finish(900) == 0, run.said
-            print(run.said[-1500:])
+            assert run.finish(900) == 0, run.output
+            print(run.output[-1500:])
     assert check_branch(Files(home / "store"), "vowels") == []
 
 
@@ -199,8 +199,8 @@ def _run(home: Path, recipe: Path, gpus: tuple[int, ...], layout: str) -> list[f
         run.kill_part("ray::TrainerRank")
         run.wait_until(lambda: _committed(home) > before + 3, 600)
         run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
-        assert run.finish(900) == 0, run.said
-        print(run.said[-1500:])
+        assert run.finish(900) == 0, run.output
+        print(run.output[-1500:])
     files = Files(home / "store")
     assert check_branch(files, "vowels") == []
     nodes = Nodes(files)

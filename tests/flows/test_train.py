@@ -78,8 +78,8 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
             process.pid for process in run.parts(lambda line: "rlpipe.engines.sglang" in line)
         ]
         assert run.interrupt() == 130
-        assert "the same command continues" in run.said
-        assert "Traceback" not in run.said
+        assert "the same command continues" in run.output
+        assert "Traceback" not in run.output
     stopped = committed(home, "small")
     assert 2 <= stopped < 6
     assert servers
@@ -92,8 +92,8 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
     with LiveRun(home, *arguments, *sizes) as run:
         run.wait_until(lambda: committed(home, "small") > stopped)
         run.kill_part("ray::TrainerRank")
-        assert run.finish() == 0, run.said
-        assert f"small: going on from iteration {stopped} of 6" in run.said
+        assert run.finish() == 0, run.output
+        assert f"with iteration {stopped} of 6" in run.output
 
     files = Files(home / "store")
     assert check_branch(files, "small") == []
@@ -132,9 +132,9 @@ def test_a_terminated_run_finishes_its_iteration_and_saves_its_weights(
     with LiveRun(home, *arguments) as run:
         run.wait_until(lambda: committed(home, "small") >= 2)
         run.process.send_signal(signal.SIGTERM)
-        assert run.finish(90) == 143, run.said
-        assert "the same command continues" in run.said
-        assert "Traceback" not in run.said
+        assert run.finish(90) == 143, run.output
+        assert "the same command continues" in run.output
+        assert "Traceback" not in run.output
     files = Files(home / "store")
     assert check_branch(files, "small") == []
     newest = Branches(files).newest("small")
@@ -161,9 +161,9 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
             "train.loss.kl_loss_coef=0.01",
         )
         with LiveRun(home, *arguments, environment=server.environment) as run:
-            run.wait_until(lambda: "small 1/3" in run.said, timeout_s=400)
+            run.wait_until(lambda: "small 1/3" in run.output, timeout_s=400)
             run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
-            assert run.finish(400) == 0, run.said
+            assert run.finish(400) == 0, run.output
         with pytest.MonkeyPatch.context() as environment:
             for name, value in server.environment.items():
                 environment.setenv(name, value)
@@ -203,7 +203,7 @@ def test_a_colocated_trainer_and_engine_continue_after_kills(
         run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
         run.wait_until(lambda: committed(home, "small") >= 2)
         run.kill_part("ray::TrainerRank")
-        assert run.finish(400) == 0, run.said
+        assert run.finish(400) == 0, run.output
     files = Files(home / "store")
     assert check_branch(files, "small") == []
     nodes = Nodes(files)
@@ -251,7 +251,7 @@ def test_asynchronous_rollouts_with_filter_and_buffer_lose_nothing_after_a_kille
     with LiveRun(home, *arguments) as run:
         run.wait_until(lambda: committed(home, "small") >= 2)
         run.kill_part("ray::Generator")
-        assert run.finish(400) == 0, run.said
+        assert run.finish(400) == 0, run.output
     files = Files(home / "store")
     assert check_branch(files, "small") == []
     nodes = Nodes(files)

@@ -53,8 +53,8 @@ def test_a_stored_run_has_no_findings_and_its_nodes_have_the_expected_names(home
 def test_a_stored_run_continues(home: Path):
     before = Files(home / "store").list()
     with LiveRun(home, "--recipe", RECIPE, "num_rollout=4") as run:
-        assert run.finish() == 0, run.said
-        assert "with iteration 3 of 4" in run.said
+        assert run.finish() == 0, run.output
+        assert "with iteration 3 of 4" in run.output
     files = Files(home / "store")
     assert Branches(files).committed("first") == [0, 1, 2, 3]
     states = [Branches(files).read("first", k).nodes[Stage.TRAIN] for k in (2, 3)]
@@ -101,7 +101,7 @@ def test_a_stored_run_is_forked_from_an_iteration_without_a_checkpoint(home: Pat
         "rollout.rollout_temperature=0.9",
     )
     with LiveRun(home, *arguments) as run:
-        assert run.finish() == 0, run.said
+        assert run.finish() == 0, run.output
     files = Files(home / "store")
     assert Branches(files).get("other").parent == "first/00000001"
     assert Branches(files).committed("other") == [2]

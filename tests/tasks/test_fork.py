@@ -139,7 +139,7 @@ def test_without_a_number_the_newest_commit_is_forked(home: Path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ({"branch": "nobody"}, r"fork_from\.branch: there is no run to fork"),
+        ({"branch": "nobody"}, r"fork_from\.branch: the parent of the fork does not exist"),
         (
             {"branch": "parent", "iteration": 4},
             r"(?s)fork_from\.iteration.*found: *4.*expected: *0 to 3",
