@@ -229,7 +229,7 @@ class _Attempt:
                     self._count(samples, so_far)
                     self._add_finished(samples)
             except RlpipeError as error:
-                # Once the batch is full, a failure may be an effect of the cut-off: the group waits.
+                # Once the batch is full, the cut-off may cause failures: such groups wait.
                 if not self.closed:
                     self.errors[group_id] = str(error)
                     samples = failed_samples(group, error)

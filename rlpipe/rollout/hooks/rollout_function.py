@@ -22,6 +22,7 @@ Entry points: `load_rollout_function`, `RolloutFunction`.
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from argparse import Namespace
@@ -164,8 +165,10 @@ class RolloutFunction:
         start_s = time.monotonic()
         adopted, earlier = await _rows_so_far(parts, rows, partial=partial)
         view = DataSourceView(parts, next_part, adopted, earlier)
-        # Keyed by index: the function may change the samples of `earlier` in place.
-        before = {key: {row.index: row for row in group} for key, group in earlier.items()}
+        # Copied: the function changes the samples of `earlier` in place.
+        before = {
+            key: {row.index: copy.deepcopy(row) for row in group} for key, group in earlier.items()
+        }
         returned: Groups = {}
         added: Groups = {}
         # With a full batch from an earlier attempt, only the result has to be built.

@@ -21,6 +21,8 @@ from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.rollout_rows import MemoryRows, StoredRows
 from rlpipe.rollout.sampler import RolloutResult
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.rows import table_to_samples
+from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import DataState, Sample, Status
 from tests.data.test_source import FILE, LETTERS, rows
 
@@ -121,6 +123,33 @@ return [first, second]
     again, _ = await _run(tmp_path, planner, body, 1, result.after)
     _accounted(again)
     assert again.accepted == ("b:00000002", "b:00000003")
+
+
+async def test_a_function_may_continue_samples_of_an_earlier_iteration_in_place(tmp_path):
+    planner = _planner(tmp_path)
+    body = """
+groups = finish(data_source.get_samples(3))
+for group in groups:
+    for sample in group:
+        sample.weight_versions = ["b@3@d"]
+        sample.aborted = group is groups[2]
+data_source.add_samples(groups[2:])
+return groups[:2]
+"""
+    first, _ = await _run(tmp_path, planner, body, 0, DataState())
+    body = """
+groups = finish(data_source.get_samples(2))
+for sample in groups[0]:
+    sample.aborted = False
+return groups
+"""
+    second, stored = await _run(tmp_path, planner, body, 1, first.after)
+    assert second.accepted[0] == "b:00000002"
+    rows = table_to_samples(read_rows(Files(tmp_path / "store"), stored.files))
+    continued = [row for row in rows if row.group_id == "b:00000002"]
+    assert [(row.response_ids, row.weight_versions) for row in continued] == [
+        ([7, 7], [(2, 3)])
+    ] * 2
 
 
 async def test_a_killed_function_gets_the_same_groups_except_those_that_were_written(
