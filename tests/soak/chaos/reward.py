@@ -1,4 +1,4 @@
-"""The reward of the chaos recipe: the share of vowels, with a delay that lets kills hit the stage."""
+"""The reward of the chaos recipe: the share of vowels, delayed so that kills hit the stage."""
 
 from __future__ import annotations
 
