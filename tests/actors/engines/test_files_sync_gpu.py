@@ -40,7 +40,8 @@ def test_an_engine_on_a_gpu_is_the_model_after_every_step(tmp_path: Path, transp
             sent = asyncio.run(push(version))
             assert sent is not None and sent["unknown"] == {}
             print(
-                f"{transport} {version}: {sent['bytes'] / 1e6:.1f} MB, {sent['share']:.1%} of all, {sent['seconds']:.2f} s"
+                f"{transport} {version}: {sent['bytes'] / 1e6:.1f} MB, {sent['share']:.1%} of all, "
+                f"{sent['seconds']:.2f} s"
             )
             assert difference(server.url, model) < LARGEST
             shares.append(sent["share"])
