@@ -99,7 +99,7 @@ def _failed(site: Site, block: UUID) -> AutomationCore:
 def _paused(site: Site, block: UUID) -> AutomationCore:
     """Match all sites: an iteration inside its run's process has no tags of a deployment."""
     return AutomationCore(
-        name=f"{prefix(site)}a run waits for somebody",
+        name=f"{prefix(site)}a run waits for a person",
         trigger=_on_states("Paused", "Suspended", related=[_flows([*RUNS, "iteration"])]),
         actions=[
             _notify(

@@ -147,7 +147,7 @@ class Superseded(RlpipeError):
 
 
 class GateClosed(RlpipeError):
-    """A metric is out of bounds, and nobody has continued the run."""
+    """A metric is out of bounds, and the run was not continued."""
 
 
 class Fenced(RlpipeError):

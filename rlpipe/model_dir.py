@@ -365,7 +365,7 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
 
 def given_directory(hf_checkpoint: str, key: str) -> Path:
     """Return the path of a model directory that a key names. Raises: ConfigError if it is none."""
-    # pathlib's expanduser raises for "~somebody"; this one leaves the text unchanged.
+    # pathlib's expanduser raises for "~unknown_user"; this one leaves the text unchanged.
     path = Path(os.path.expanduser(hf_checkpoint)).absolute()  # noqa: PTH111
     if not os.path.lexists(path / "config.json"):
         raise ConfigError(

@@ -322,10 +322,10 @@ class _Tokens(list[int]):
 
 
 RECORD_FORMAT = 2
-"""Format of records. It changes when an older rlpipe could read a record and misunderstand it.
+"""Format of records. It changes if an older rlpipe could misread a record. A new key with a default
+needs no new format: an older rlpipe refuses unknown keys.
 
-1: before stages had contracts and commits named digests; nodes have other names.
-`tools/migrate.py` makes a store of format 2 from a store of format 1.
+1: before stages had contracts and commits named digests. `tools/migrate.py` makes it 2.
 """
 
 CONTRACTS: dict[Stage, int] = dict.fromkeys(Stage, 1)

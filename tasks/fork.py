@@ -162,7 +162,7 @@ async def materialise(
     stored = stored.model_copy(update={"resources": resources})
     name = f"{config.cluster}-fork"
     async with standalone_trainer(stored, files, home=home, name=name) as trainer:
-        keeper = TrainerStates(
+        trainer_states = TrainerStates(
             trainer=trainer,
             files=files,
             branch=config.run,
@@ -173,9 +173,9 @@ async def materialise(
             packages=packages(),
             ref_update_interval=stored.ref_update_interval,
         )
-        held = await keeper.restore(state, version=version, epoch=NO_EPOCH)
+        held = await trainer_states.restore(state, version=version, epoch=NO_EPOCH)
         if held == state:
-            await keeper.save(checkpoint_inputs(state), state, version)
+            await trainer_states.save(checkpoint_inputs(state), state, version)
     return held
 
 

@@ -71,7 +71,7 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
         # A restore may replace the ranks that upload, or need the checkpoint.
         await settle(ctx, wait=True)
     ctx.progress.stage("restore", note=f"restoring weights {state[:12]} from the store")
-    keeper = TrainerStates(
+    trainer_states = TrainerStates(
         trainer=ctx.cluster.trainer,
         files=ctx.files,
         branch=ctx.config.run,
@@ -82,7 +82,7 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
         packages=packages(),
         ref_update_interval=ctx.config.ref_update_interval,
     )
-    held = await keeper.restore(state, version=version, epoch=ctx.epoch.number)
+    held = await trainer_states.restore(state, version=version, epoch=ctx.epoch.number)
     if held != state:
         ctx.progress.say(
             f"{ctx.config.run}: the replay of weights {version} gave other bits than {state[:12]}; "

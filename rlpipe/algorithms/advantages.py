@@ -4,7 +4,7 @@
     grpo, gspo, cispo              (r_i - mean_g) / (std_g + eps)
     Dr.GRPO                        the same without the division by the deviation
     rloo                           R_i - mean of the other R,  R_i = r_i - β Σ_t κ_t
-    reinforce_plus_plus            Σ_{s≥t} γ^{s-t} ρ_s
+    reinforce_plus_plus            Σ_{s≥t} γ^{s-t} ρ_s, whitened over the batch
     reinforce_plus_plus_baseline   r_i - mean_g - β κ_t
     ppo                            GAE(γ, λ) of the same ρ (`values`)
 
@@ -113,8 +113,10 @@ def _builtin_estimates(
                 lambd=config.lambd,
                 mask=None if config.discount_masked_tokens else batch.mask,
             )
-        case _:
+        case "grpo" | "gspo" | "cispo":
             advantages = np.repeat(normalised, batch.lengths)
+        case name:
+            raise ValueError(f"the estimator {name!r} has no case in _builtin_estimates")
     return Estimates(advantages, advantages)
 
 

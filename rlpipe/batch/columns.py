@@ -53,7 +53,7 @@ class BatchColumns:
     """[N] int64: number of the rollout; equal numbers share a denominator. None: all differ."""
     routed_experts: np.ndarray | None = None
     """[S, W] uint16: experts of every token, W = layers with experts × experts a token;
-    `routed_experts.NOT_ROUTED` where no engine read the token. None: every pass routes anew."""
+    `routed_experts.NOT_ROUTED` where no engine read the token. None: every pass routes again."""
 
     def __post_init__(self) -> None:
         self._check_offsets()

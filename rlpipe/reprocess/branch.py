@@ -1,4 +1,4 @@
-"""Re-score stored rollouts and re-estimate their advantages, as new nodes beside the old ones.
+"""Re-score stored rollouts and re-estimate their advantages, as new nodes.
 
     rollout ─────────────────────── reward     accepted groups, by the new function
     rollout ── judged ── rollout ── reward     with a filter: all finished groups are scored, and
@@ -62,7 +62,7 @@ from rlpipe.types import Node, Sample, Stage
 FILTERS = ("dynamic_sampling_filter_path", "rollout_sample_filter_path")
 """Keys of `rollout` whose functions choose among scored groups, and among their samples."""
 SURPLUS = "surplus"
-"""Drop reason of a group that the filter accepts after the batch is full."""
+"""Drop reason of an accepted group after the batch is full: a reprocessed branch has no buffer."""
 UNSCORED = "unscored"
 """Drop reason of a group without log-probs, because the stored batch does not have it."""
 MODEL_COLUMNS = ("proximal_log_probs", "reference_log_probs", "teacher_log_probs", "values")

@@ -222,7 +222,7 @@ SAMPLES = Table(
         Column(
             "drop_reason",
             TEXT,
-            "Reason why the rollout dropped the group. Null: it was not dropped by then.",
+            "Null in shards: the group is judged later, and its commit names the reason.",
             ROLLOUT,
             nullable=True,
             dictionary=True,

@@ -40,7 +40,7 @@ REMOVAL_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})-([0-9a-f]{16})\.rem
 PROVENANCE_KEYS = {"attempt", "created", "epoch", "packages"}
 """Keys in which two records of one result may differ."""
 CHAIN_KEYS = {"format", "parent_sha256", "records", "leaves", "awaited"}
-"""Keys of a commit that depend on bytes of other records, and so on their writers and times."""
+"""Keys of a commit that are not its result: its format, and digests of other records' bytes."""
 
 
 class Receipt(VersionedRecord):
@@ -56,8 +56,9 @@ class Receipt(VersionedRecord):
         """Return the receipt of a commit.
 
         The digest leaves out keys at their defaults, so keys that commits get later do not change
-        it. It also leaves out the keys of the chain: a commit that was removed with its parent and
-        committed again names another parent's bytes.
+        it. The default of a stored key must therefore never change. It also leaves out the keys of
+        the chain: a commit that was removed with its parent and committed again names another
+        parent's bytes.
         """
         result = commit.model_dump(
             mode="json", exclude=PROVENANCE_KEYS | CHAIN_KEYS, exclude_defaults=True

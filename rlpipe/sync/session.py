@@ -3,8 +3,8 @@
     pause → flush → begin → load → end → check the stamp → resume
 
 `run_session` opens a `Session` and runs the push in it. Every step runs on all engines at once. An
-engine that fails a step leaves the session: it stays paused, its weights are unknown, and
-`PushReport.unknown` gives the reason. An engine that passes all steps samples with the new weights.
+engine that fails a step leaves the session paused, with unknown weights, and `PushReport.unknown`
+gives the reason. The fleet then replaces it. Other engines sample with the new weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PushReport:
     unknown: dict[str, str] = field(default_factory=dict)
     """URL → reason, of the engines that stay paused with unknown weights.
 
-    Keep them off the router until they are replaced or a push succeeds."""
+    The fleet keeps them off the router and replaces them; it pushes again to engines of users."""
     tensors: int = 0
     size_bytes: int = 0
     buckets: int = 0

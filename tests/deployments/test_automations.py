@@ -58,7 +58,7 @@ def test_every_final_state_ends_the_wait_for_heartbeats():
     ("name", "event"),
     [
         ("a run failed", "prefect.flow-run.Failed"),
-        ("a run waits for somebody", "prefect.flow-run.Paused"),
+        ("a run waits for a person", "prefect.flow-run.Paused"),
         ("no worker", "prefect.work-pool.not-ready"),
     ],
 )
@@ -71,14 +71,14 @@ def test_notifications_go_to_the_block(name: str, event: str):
 
 
 def test_the_notification_of_a_pause_contains_the_reason():
-    (action,) = by_name(BLOCK)["a run waits for somebody"].actions
+    (action,) = by_name(BLOCK)["a run waits for a person"].actions
     assert (
         isinstance(action, SendNotification) and f"flow_run.labels['{REASON_LABEL}']" in action.body
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("a run failed", False), ("a run waits for somebody", True)]
+    ("name", "told"), [("a run failed", False), ("a run waits for a person", True)]
 )
 def test_iterations_notify_pauses_but_not_failures_which_are_retried(name: str, told: bool):
     related = trigger(by_name(BLOCK)[name]).model_dump(mode="json")["match_related"]

@@ -1,7 +1,7 @@
 """`Pusher`: a trainer rank's part in sending weights. It keeps transports between pushes.
 
 sync.transport   engines on the trainer's GPUs   other engines
-tensor           ipc                             tensor; distributed if `ipc` serves the others
+tensor           ipc                             tensor; on CUDA distributed if some use ipc
 distributed      (refused)                       distributed; staged with several stages
 disk, delta      files (`Pusher.write`)          files (`Pusher.write`)
 """
@@ -192,6 +192,7 @@ def choose_transports(
         yield "ipc", shared
     if not others:
         return
+    assert sync.transport in ("tensor", "distributed"), f"no rule for {sync.transport}"
     if sync.transport != "distributed" and not (engine_ranks and platform.CUDA_FOUND):
         yield "tensor", others
     # A checked push is sent twice, by one rank that keeps all tensors.

@@ -1,6 +1,6 @@
 """The interface of weight transports: `Transport`, its `TransportSetup` and a `Push`.
 
-A new transport is one class here in `transports/` and one line of `TRANSPORTS` (`registry.py`).
+`rlpipe/sync/README.md`, "Add a transport", lists the files that a new transport touches.
 """
 
 from __future__ import annotations
