@@ -83,6 +83,20 @@ class LiveRun:
             return []
         return [process for process in below if chosen(_line(process))]
 
+    def kill_first(self, text: str) -> None:
+        """Kill (-9) the first process whose command line has this text, once there is one.
+
+        The listing of processes is not atomic and may miss a running process.
+        """
+        found: list[psutil.Process] = []
+
+        def is_listed() -> bool:
+            found[:] = self.parts(lambda line: text in line)
+            return bool(found)
+
+        self.wait_until(is_listed)
+        found[0].kill()
+
     def kill_part(self, text: str) -> None:
         """Kill (-9) the processes whose command line has this text. AssertionError if none has
         it.

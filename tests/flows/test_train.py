@@ -162,7 +162,7 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
         )
         with LiveRun(home, *arguments, environment=server.environment) as run:
             run.wait_until(lambda: "small 1/3" in run.output, timeout_s=400)
-            run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
+            run.kill_first("sglang::scheduler")
             assert run.finish(400) == 0, run.output
         with pytest.MonkeyPatch.context() as environment:
             for name, value in server.environment.items():
@@ -200,7 +200,7 @@ def test_a_colocated_trainer_and_engine_continue_after_kills(
     )
     with LiveRun(home, *arguments) as run:
         run.wait_until(lambda: committed(home, "small") >= 1)
-        run.parts(lambda line: "sglang::scheduler" in line)[0].kill()
+        run.kill_first("sglang::scheduler")
         run.wait_until(lambda: committed(home, "small") >= 2)
         run.kill_part("ray::TrainerRank")
         assert run.finish(400) == 0, run.output

@@ -103,7 +103,7 @@ def test_after_a_takeover_the_old_driver_is_refused_and_the_new_one_continues(fi
                 with refused(
                     "another driver has taken over",
                     f"epoch 2: process {second.process.pid}",
-                    "after epoch 1",
+                    "no epoch after 1",
                 ):
                     first.do(str(call), *arguments)
             written = files.list("branches/run")

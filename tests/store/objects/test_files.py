@@ -295,7 +295,7 @@ def test_a_quota_is_a_full_disk(local_files: Files, number: int, monkeypatch: py
 
 WRITE_FOREVER = """
 import sys
-from rlpipe.store import local
+from rlpipe.store.objects import local
 from rlpipe.store.objects.files import Files
 def slowly(file):
     file.write(b"half")
