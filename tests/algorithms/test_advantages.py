@@ -355,3 +355,16 @@ def test_an_advantage_beyond_float32_is_refused_and_its_token_named():
         ValueError, match=r"response token 2 is -\S+, which is not finite in float32"
     ):
         estimate(batch, config)
+
+
+def test_an_estimator_without_a_case_is_an_error_and_not_a_default():
+    batch = ScoredBatch(
+        rewards=np.array([0.0, 1.0]),
+        group=np.zeros(2, np.int64),
+        rollout=np.arange(2),
+        lengths=np.array([1, 1]),
+        mask=np.ones(2, np.float32),
+    )
+    config = AdvantageConfig().model_copy(update={"advantage_estimator": "unknown"})
+    with pytest.raises(ValueError, match="'unknown' has no case"):
+        estimate(batch, config)
