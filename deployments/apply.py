@@ -5,7 +5,8 @@
     prefect deployment run train/spell_backward -p 'overrides=["num_rollout=20"]'
 
 Flows run from this checkout, in processes of a worker on this machine. A second call changes only
-what differs.
+what differs. The store and the Ray cluster of a running `make up` stay in every deployment: `make
+up` passes them as `--server-overrides`, and a variable of the Prefect server keeps them.
 
 The pool has no limit: an iteration's flow run must never wait for a slot that its own run holds.
 Each set of GPUs is a queue with a limit (`train`: `--limit`); further runs wait. A limit of the
@@ -32,6 +33,7 @@ from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import get_current_settings
+from prefect.variables import Variable
 
 from deployments.automations import HEARTBEAT_S, apply_automations
 from deployments.declarations import ROOT, Declaration, declared, entrypoints
@@ -39,6 +41,23 @@ from deployments.site import ANY_GPUS, GpuSet, Site, load_site
 from flows.environment import CACHES, CLIENT_SETTINGS, keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
 from rlpipe.errors import ResourceError, RlpipeError
+
+HUB = ("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
+"""Variables of the Hugging Face Hub for flow processes. HF_TOKEN is a secret: set it where the
+worker runs, or log in there with `hf auth login`."""
+SERVER_OVERRIDES = "rlpipe_server_overrides"
+"""Variable of the Prefect server: overrides for every deployment of every site on this server."""
+
+
+async def with_server_overrides(site: Site, given: list[str] | None = None) -> Site:
+    """Return a site with the overrides of the Prefect server before its own, which win.
+
+    `given` replaces the server's overrides; None keeps them.
+    """
+    if given is not None:
+        await Variable.aset(SERVER_OVERRIDES, given, overwrite=True)
+    kept = await Variable.aget(SERVER_OVERRIDES, default=[])
+    return site.model_copy(update={"overrides": (*kept, *site.overrides)})
 
 
 async def apply(site: Site, folder: Path) -> list[str]:
@@ -128,7 +147,7 @@ def environment(folder: Path) -> dict[str, str]:
     caches = {
         name: os.environ[name]
         # A worker may start in a shell without these variables.
-        for name in (*CACHES, "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
+        for name in (*CACHES, *HUB)
         if name in os.environ
     }
     return {
@@ -199,17 +218,29 @@ def main() -> int:
         type=int,
         help="concurrent training runs in the set `train` (default: the site's, else 1)",
     )
+    parser.add_argument(
+        "--server-overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides for every site on this Prefect server, kept by later calls without this "
+        "option (`make up` passes its store and Ray cluster)",
+    )
+    arguments = parser.parse_args()
     try:
-        site, folder = site_and_home(parser.parse_args())
+        site, folder = site_and_home(arguments)
         with report_unreachable_server():
-            names = asyncio.run(apply(site, folder))
+            full = asyncio.run(with_server_overrides(site, arguments.server_overrides))
+            names = asyncio.run(apply(full, folder))
             obsolete = asyncio.run(undeclared(site, names))
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1 if isinstance(error, ResourceError) else 2
-    print(
-        f"declared {', '.join(names)}; next: prefect worker start --pool {site.pool} --type process"
-    )
+    print(f"declared {', '.join(names)}")
+    if kept := full.overrides[: len(full.overrides) - len(site.overrides)]:
+        print(f"every run has the overrides of this Prefect server: {', '.join(kept)}")
+    # `make up` starts the worker itself.
+    if arguments.server_overrides is None:
+        print(f"runs need a worker: prefect worker start --pool {site.pool} --type process")
     if obsolete:
         print(
             f"no longer declared: {', '.join(obsolete)} "

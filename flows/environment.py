@@ -14,7 +14,6 @@ CLIENT_SETTINGS = {
     "DO_NOT_TRACK": "1",
 }
 CACHES = {
-    "HF_HOME": "huggingface",
     "XDG_CACHE_HOME": "cache",
     "MPLCONFIGDIR": "matplotlib",
     "TRITON_CACHE_DIR": "triton",
@@ -30,7 +29,8 @@ longest.
 def keep_caches_in(home: Path) -> None:
     """Set cache variables of this process and its children to `{home}/.cache`.
 
-    Variables that the user has set stay as they are.
+    Variables that the user has set stay as they are. HF_HOME is not changed: it has the user's
+    token, and models that other programs have downloaded.
     """
     for variable, name in CACHES.items():
         folder = home / ".cache" / name
@@ -40,5 +40,4 @@ def keep_caches_in(home: Path) -> None:
         if variable not in os.environ:
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[variable] = str(folder)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -26,6 +26,7 @@ from rlpipe.actors.ray.named import namespace
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import load_run, unused_keys, warm_start_overrides
 from rlpipe.config.run import RunConfig
+from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check, note_full_disk
@@ -83,8 +84,10 @@ async def train(
         site: Settings of the site, filled in by the deployment. `overrides` win.
     """
     overrides, run = apply_seed_and_fork(recipe, [*site, *overrides], run, seed=seed, fork=fork)
-    config = load_run(recipe, overrides, format_run_name(run, flow_run.scheduled_start_time))
     home = default_home()
+    config = pinned(
+        load_run(recipe, overrides, format_run_name(run, flow_run.scheduled_start_time)), home
+    )
     # Before the checks: the artifact shows a configuration that they refuse.
     await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
     check(config, home)

@@ -1,7 +1,8 @@
-"""Find, make and check the model directory of a run.
+"""Find, download, make and check the model directory of a run.
 
-`model_directory` returns the directory of `model.source`. The `check_…` functions read
-configuration, tokenizer files and safetensors headers, never weights.
+`model_directory` returns the directory of `model.source`, `given_directory` that of another key,
+`directory_here` the directory on the node of an actor. The `check_…` functions read configuration,
+tokenizer files and safetensors headers, never weights.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from rlpipe.config.arguments.check import size_of
 from rlpipe.config.data import EvalDataset
 from rlpipe.config.guard import error_text
 from rlpipe.config.hooks import hook_digest, load_hook
-from rlpipe.config.model import EngineConfig, MadeModel, ModelConfig
+from rlpipe.config.model import (
+    EngineConfig,
+    HuggingFaceModel,
+    MadeModel,
+    ModelConfig,
+    ModelSource,
+)
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import ConfigError, HookError, RlpipeError
+from rlpipe.system.hub import cached_model, fetched_model, model_reference
 from rlpipe.system.plain_files import open_plain, read_plain, require_plain
 
 TOKENIZERS = (
@@ -364,19 +372,49 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
 
 
 def given_directory(hf_checkpoint: str, key: str) -> Path:
-    """Return the path of a model directory that a key names. Raises: ConfigError if it is none."""
-    # pathlib's expanduser raises for "~unknown_user"; this one leaves the text unchanged.
-    path = Path(os.path.expanduser(hf_checkpoint)).absolute()  # noqa: PTH111
+    """Return the path of the model directory that a key names, downloaded if it is on the Hub.
+
+    Raises: ConfigError if it is none; as `rlpipe.system.hub.fetched_model`.
+    """
+    reference = model_reference(hf_checkpoint)
+    if reference is not None:
+        path = fetched_model(reference, key)
+    else:
+        # pathlib's expanduser raises for "~unknown_user"; this one leaves the text unchanged.
+        path = Path(os.path.expanduser(hf_checkpoint)).absolute()  # noqa: PTH111
     if not os.path.lexists(path / "config.json"):
         raise ConfigError(
             "not a Hugging Face model directory",
             where=key,
             found=f"no config.json in {path}" if path.is_dir() else f"no directory {path}",
             expected="a directory with config.json, *.safetensors and a tokenizer",
-            do="download the model first, for instance with `huggingface-cli download`",
+            do="give the path of a model directory, or the name of a model on the Hugging Face "
+            "Hub: org/name",
         )
     check_files(path, key)
     return path
+
+
+def directory_here(model_dir: str, source: ModelSource | None) -> str:
+    """Return the model directory on this node.
+
+    `model_dir`: the directory on the driver's node. Another node downloads a model of the Hub, of
+    the same commit, into its own cache. Raises: as `rlpipe.system.hub.fetched_model`.
+    """
+    if isinstance(source, HuggingFaceModel):
+        reference = model_reference(source.hf_checkpoint)
+        if reference is not None and reference.is_pinned:
+            return str(fetched_model(reference, "model.source.hf_checkpoint"))
+    return model_dir
+
+
+def present_directory(hf_checkpoint: str) -> str | None:
+    """Return the path of a model directory without downloading; None if this machine has none."""
+    reference = model_reference(hf_checkpoint)
+    if reference is None:
+        return hf_checkpoint
+    directory = cached_model(reference)
+    return None if directory is None else str(directory)
 
 
 def _make(source: MadeModel, folder: Path, seed: int) -> Path:

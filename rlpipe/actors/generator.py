@@ -28,7 +28,7 @@ from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.errors import EngineError
-from rlpipe.model_dir import prompt_context_len
+from rlpipe.model_dir import directory_here, prompt_context_len
 from rlpipe.observe.evaluation_metrics import evaluation_metrics
 from rlpipe.rewards.reward_rows import score
 from rlpipe.rollout.client.generate_client import GenerateClient, HoldMode
@@ -282,9 +282,10 @@ class Generator:
         config = spec.config
         self._config = config
         source = config.model.source
-        self._model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
+        model_dir = directory_here(spec.model_dir, source)
+        self._model_config = json.loads((Path(model_dir) / "config.json").read_text())
         self._tokenizer = load_tokenizer(
-            spec.model_dir, trust_remote_code=getattr(source, "trust_remote_code", False)
+            model_dir, trust_remote_code=getattr(source, "trust_remote_code", False)
         )
         data = config.data
         rows = (
@@ -309,9 +310,9 @@ class Generator:
         }
         self._files = Files(spec.store_root)
         self._planner = self._create_planner(config)
-        self._end_ids = end_ids(spec.model_dir, self._tokenizer.eos_token_id)
+        self._end_ids = end_ids(model_dir, self._tokenizer.eos_token_id)
         self._resources = RolloutResources.load(
-            config, self._tokenizer, self._model_config, spec.model_dir
+            config, self._tokenizer, self._model_config, model_dir
         )
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
         filter_path = config.rollout.dynamic_sampling_filter_path

@@ -15,8 +15,10 @@ class FilePrompts(Config):
 
     type: Literal["file"]
     paths: tuple[str, ...] = Field(min_length=1)
-    """Files, read in this order. `path@[a:b]` is rows a to b - 1 of a file, as in a Python slice:
-    a and b may be missing or negative."""
+    """Files, read in this order: paths, fsspec URLs, or files on the Hugging Face Hub as
+    `hf://datasets/org/name/path` and `hf://datasets/org/name@revision/path`. The stored
+    configuration has the commit of a file on the Hub. `path@[a:b]` is rows a to b - 1 of a file, as
+    in a Python slice: a and b may be missing or negative."""
     input_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None

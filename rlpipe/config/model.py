@@ -11,12 +11,17 @@ from rlpipe.config.base import MOST_GPUS, MOST_PROCESSES, Config, Name, Tuning
 
 
 class HuggingFaceModel(Config):
-    """A Hugging Face model directory: config.json, safetensors, tokenizer."""
+    """A Hugging Face model: config.json, safetensors, tokenizer."""
 
     type: Literal["huggingface"]
     hf_checkpoint: str = Tuning(...)
-    """Model directory. Engines and trainer read their architecture, tokenizer and first weights
-    from it. The run's records depend on the content of the directory, not on its path."""
+    """Model directory, or the name of a model on the Hugging Face Hub: `org/name` or
+    `org/name@revision`. Engines and trainer read their architecture, tokenizer and first weights
+    from it. The run's records depend on the content of the directory, not on its path.
+
+    A model of the Hub is downloaded into the cache of `huggingface_hub` on each node that needs it;
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. The stored configuration has the commit
+    of its files, and later starts of the run use the same commit."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the directory. Set true only for code that you trust."""
 

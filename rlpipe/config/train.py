@@ -154,9 +154,10 @@ class CriticConfig(Config):
     saved and replayed together with the policy's."""
 
     hf_checkpoint: str | None = None
-    """Hugging Face directory of the critic's first weights. Any architecture with the policy's
-    tokens. If the directory has `score.weight` [1, hidden], as reward models do, that is the value
-    head; else values begin at 0. None: a copy of the policy's first weights."""
+    """Hugging Face directory of the critic's first weights, or `org/name[@revision]` on the Hub.
+    Any architecture with the policy's tokens. If the directory has `score.weight` [1, hidden], as
+    reward models do, that is the value head; else values begin at 0. None: a copy of the policy's
+    first weights."""
     optimizer: OptimizerConfig | None = None
     """Adam and its schedule; None: the policy's `train.optimizer`."""
     lr: float | None = Field(default=None, ge=0, le=LARGEST_LR)
@@ -189,9 +190,9 @@ class TeacherConfig(Config):
     temperature 1 only. `samples`: your generate function or sample hook sets
     `sample.teacher_log_probs`, at the rollout's temperature. None: no teacher."""
     opd_teacher_load: str | None = None
-    """`megatron`: Hugging Face directory of the teacher, of any architecture and size. Records
-    contain this path, so do not change the directory during a run. (In slime it is a Megatron
-    checkpoint of the policy's architecture.)"""
+    """`megatron`: Hugging Face directory of the teacher, or `org/name[@revision]` on the Hub, of
+    any architecture and size. Records contain this path, so do not change the directory during a
+    run. (In slime it is a Megatron checkpoint of the policy's architecture.)"""
     url: str | None = None
     """`sglang`: address of the server or router, such as `http://10.0.0.5:30000` (slime:
     `--rm-url`)."""

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlpipe.errors import DataError
+from rlpipe.system.hub import fetched_file, file_reference
 from rlpipe.system.plain_files import open_plain
 
 Row = tuple[str, dict[str, Any]]
@@ -265,12 +266,20 @@ def _changed_error(where: str) -> DataError:
 
 
 def read_bytes(path: str) -> bytes:
-    """Return the content of a file, given by path or fsspec URL. Raises: DataError."""
+    """Return the content of a file, given by path, fsspec URL or address on the Hub.
+
+    Raises: DataError; as `rlpipe.system.hub.fetched_file`.
+    """
     return _read_range(path, 0, None)
 
 
 def _local_path(path: str) -> str | None:
-    """Return the path of a local file; None for a URL of another protocol."""
+    """Return the path of a local file; None for a URL of another protocol.
+
+    A file of the Hugging Face Hub is downloaded into its cache. Raises: as `fetched_file`.
+    """
+    if (reference := file_reference(path)) is not None:
+        return str(fetched_file(reference, path))
     if "://" not in path and "::" not in path:
         return os.path.expanduser(path)  # noqa: PTH111 - pathlib raises for an unknown "~user"
     protocol, _, rest = path.partition("://")
@@ -278,8 +287,8 @@ def _local_path(path: str) -> str | None:
 
 
 def _read_range(path: str, start: int, length: int | None) -> bytes:
+    local = _local_path(path)
     try:
-        local = _local_path(path)
         with fsspec.open(path, "rb") if local is None else open_plain(local) as stream:
             if start:
                 stream.seek(start)  # pyright: ignore[reportAttributeAccessIssue]
@@ -291,7 +300,7 @@ def _read_range(path: str, start: int, length: int | None) -> bytes:
             "the prompt file cannot be read",
             where=path,
             found=f"{type(error).__name__}: {error}",
-            expected="a file, or an fsspec URL",
+            expected="a file, an fsspec URL, or hf://datasets/org/name/path of a file on the Hub",
             do="a relative path is relative to the folder in which the run is started",
         ) from error
 

@@ -1,26 +1,30 @@
 """Prepare samples for the sample viewer: the text, advantage and log-probs of every token.
 
-`shown_samples` reads the samples of an iteration, `tokenizer_of` finds the run's tokenizer. The
-page itself is `rlpipe.observe.viewer`.
+`shown_rollout` and `shown_evaluation` turn stored rows into samples, `tokenizer_of` finds the run's
+tokenizer. `sample_sets` chooses the rows; the page itself is `rlpipe.observe.viewer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import HuggingFaceModel
 from rlpipe.data.tokens import load_tokenizer
-from rlpipe.errors import ConfigError, ObjectMissing
-from rlpipe.lineage.rollouts import find, sample_rows
-from rlpipe.model_dir import model_fingerprint
+from rlpipe.errors import ConfigError
+from rlpipe.lineage.rollouts import StoredRollout
+from rlpipe.model_dir import model_fingerprint, present_directory
 from rlpipe.observe.viewer import ShownSample
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.rows import from_json
+from rlpipe.store.parquet.rows import EXPERTS, from_json
+from rlpipe.store.parquet.schema import SAMPLES
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Node, Stage
 
@@ -40,31 +44,30 @@ REPLACEMENT = "\ufffd"
 Decode = Callable[[Sequence[int]], str]
 
 
-def shown_samples(
-    files: Files, run: str, k: int, decode: Decode | None, *, most: int, groups: Sequence[str] = ()
+def shown_rollout(
+    files: Files, stored: StoredRollout, rows: pa.Table, decode: Decode | None
 ) -> list[ShownSample]:
-    """Return samples of iteration k of a run, at most `most`, in whole groups where possible.
+    """Return samples of a rollout, in order of group and index. `rows`: rows of `sample_rows`.
 
-    `decode` turns token ids into text; None shows the ids. `groups` restricts the samples to these
-    groups.
-
-    Raises: ObjectMissing if the iteration has no stored rollout; ObjectCorrupt.
+    `decode` turns token ids into text; None shows the ids. Raises: ObjectMissing, ObjectCorrupt.
     """
-    stored = find(files, run, k)
-    if stored is None:
-        raise ObjectMissing("no rollout of this iteration is stored", where=f"{run}@{k}")
     trained = _trained_rows(files, stored.advantage)
-    rows = [
-        row
-        for row in sample_rows(files, stored).to_pylist()
-        if not groups or row["group_id"] in groups
-    ]
-    rows.sort(key=lambda row: (row["group_id"], row["index"]))
-    if len(rows) > most:
-        cut_group = rows[most]["group_id"]
-        whole = [row for row in rows[:most] if row["group_id"] != cut_group]
-        rows = whole or rows[:most]
-    return [_shown(row, trained.get((row["group_id"], row["index"])), decode) for row in rows]
+    shown = []
+    for row in _in_order(rows):
+        batch = trained.get((row["group_id"], row["index"]))
+        outcome = row["drop_reason"] or ("accepted" if row["accepted"] else "not accepted")
+        shown.append(_shown(row, batch or {}, "trained" if batch else outcome, decode))
+    return shown
+
+
+def evaluation_rows(files: Files, evaluation: Node) -> pa.Table:
+    """Return all rows of an evaluation. Raises: ObjectMissing, ObjectCorrupt."""
+    return read_rows(files, evaluation.files, [name for name in SAMPLES.names if name != EXPERTS])
+
+
+def shown_evaluation(rows: pa.Table, decode: Decode | None) -> list[ShownSample]:
+    """Return samples of an evaluation, in order of group and index."""
+    return [_shown(row, {}, "evaluated", decode) for row in _in_order(rows)]
 
 
 def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
@@ -77,7 +80,8 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
     try:
         source = validate_stored(record.config).model.source
         if isinstance(source, HuggingFaceModel):
-            return decoder(source.hf_checkpoint)
+            directory = present_directory(source.hf_checkpoint)
+            return None if directory is None else decoder(directory)
         wanted = Nodes(files).get(Stage.INIT, record.init).config.get("model")
         cache = home / "models" / "fingerprints.json"
         for path in (home / "models").glob("*"):
@@ -92,7 +96,13 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
 def decoder(directory: str) -> Decode:
     """Return the decoder of a model directory. Raises: ConfigError."""
     tokenizer = load_tokenizer(directory)
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @lru_cache(maxsize=1 << 16)
+    def decode(ids: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    # Pages decode token by token, and the same tokens come again and again.
+    return lambda ids: decode(tuple(ids))
 
 
 def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
@@ -122,18 +132,17 @@ def _trained_rows(files: Files, advantage: Node | None) -> dict[tuple[str, int],
     return {(row["group_id"], row["index"]): row for row in rows}
 
 
+def _in_order(rows: pa.Table) -> list[dict[str, Any]]:
+    return sorted(rows.to_pylist(), key=lambda row: (row["group_id"], row["index"]))
+
+
 def _shown(
-    row: dict[str, Any], trained: dict[str, Any] | None, decode: Decode | None
+    row: dict[str, Any], batch: dict[str, Any], fate: str, decode: Decode | None
 ) -> ShownSample:
-    batch = trained or {}
-    if trained:
-        fate = "trained"
-    else:
-        fate = row["drop_reason"] or ("accepted" if row["accepted"] else "not accepted")
     return ShownSample(
         group=row["group_id"],
         index=row["index"],
-        prompt=_prompt_text(from_json(row["prompt"], "prompt")),
+        prompt=prompt_text(row["prompt"]),
         label=row["label"],
         texts=pieces(row["response_ids"], decode),
         ids=row["response_ids"],
@@ -150,7 +159,9 @@ def _shown(
     )
 
 
-def _prompt_text(prompt: Any) -> str:
+def prompt_text(stored: str) -> str:
+    """Return the text of a stored prompt; messages are lines with their role."""
+    prompt = from_json(stored, "prompt")
     if isinstance(prompt, list):
         return "\n".join(map(_message_text, prompt))
     return str(prompt)

@@ -17,12 +17,13 @@ from typing import Any
 
 from rlpipe.actors.ray.placement import LOOPBACK, own_address
 from rlpipe.actors.specs import ClusterSpec
-from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.model import EngineConfig, ModelSource, ResourcesConfig
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag, server_facts
 from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, ServerRequirements
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
+from rlpipe.model_dir import directory_here
 from rlpipe.sync.fp8 import fp8_directory
 from rlpipe.sync.transports.mirror import Mirror
 from rlpipe.sync.transports.versions import WeightStore
@@ -53,6 +54,8 @@ class EngineSpec:
     deterministic: bool = False
     reads_text: bool = False
     names_experts: bool = False
+    source: ModelSource | None = None
+    """Source of the model, for nodes that do not have `model_dir`."""
     devices: tuple[tuple[str, ...], ...] | None = None
     """CUDA_VISIBLE_DEVICES of each server, in the order of `layout.engine_names`; None: the GPUs of
     its actor."""
@@ -76,17 +79,19 @@ class EngineSpec:
             deterministic=config.deterministic,
             reads_text=config.reads_text,
             names_experts=config.train.use_rollout_routing_replay,
+            source=config.model.source,
             devices=devices,
         )
 
     def served_dir(self) -> str:
         """Return the directory that the server loads: the model's, or its quantized copy.
 
-        Raises: ConfigError.
+        Raises: ConfigError, ResourceError.
         """
+        model_dir = directory_here(self.model_dir, self.source)
         if self.engine.quantization == "fp8":
-            return fp8_directory(self.model_dir, Path(self.logs).parents[1] / "models")
-        return self.model_dir
+            return fp8_directory(model_dir, Path(self.logs).parents[1] / "models")
+        return model_dir
 
     def requirements(self) -> ServerRequirements:
         """Return the settings that an external server must have."""

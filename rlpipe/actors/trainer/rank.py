@@ -139,9 +139,11 @@ class Rank(ABC, Generic[E]):
         """Build the engine of a spec, in place of another one. Weights are not loaded yet.
 
         `master`: rendezvous of this rank's world. `critic_exchange`: rendezvous of the policy's and
-        the critic's ranks, if the critic has its own. Raises: ConfigError, TrainerError.
+        the critic's ranks, if the critic has its own. Raises: ConfigError, ResourceError,
+        TrainerError.
         """
         check_profiling(spec.observe)
+        spec = spec.here()
         if self._spec == spec:
             self._spec = spec  # the profiler's settings may differ; they are not compared
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.train import CriticConfig, TeacherConfig, TrainConfig
+from rlpipe.model_dir import directory_here, given_directory
 from rlpipe.slime.args import slime_args
 
 
@@ -100,6 +101,25 @@ class TrainerSpec:
         work_dir = Path(spec.home) / spec.config.run
         return cls.of(
             spec.config, model_dir=spec.model_dir, store_root=spec.store_root, work_dir=work_dir
+        )
+
+    def here(self) -> TrainerSpec:
+        """Return the spec with model directories of this node; see `directory_here`.
+
+        Raises: ConfigError, ResourceError if a model cannot be downloaded.
+        """
+        critic, teacher = self.critic, self.teacher
+        if critic is not None and critic.hf_checkpoint is not None:
+            path = given_directory(critic.hf_checkpoint, "critic.hf_checkpoint")
+            critic = critic.model_copy(update={"hf_checkpoint": str(path)})
+        if teacher is not None and teacher.opd_teacher_load is not None:
+            path = given_directory(teacher.opd_teacher_load, "teacher.opd_teacher_load")
+            teacher = teacher.model_copy(update={"opd_teacher_load": str(path)})
+        return replace(
+            self,
+            model_dir=directory_here(self.model_dir, self.model.source),
+            critic=critic,
+            teacher=teacher,
         )
 
 
