@@ -13,24 +13,24 @@ nodes the second time.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
 
 from flows.derived_runs import reprocessing, training_recipe
-from rlpipe.config.load import HOME_VARIABLE, home, load_run, use_home
+from rlpipe.config.load import home, load_run, use_home
 from rlpipe.errors import RlpipeError
-from rlpipe.observe.progress import duration
+from rlpipe.observe.terminal import duration
 from rlpipe.preflight import check
 from rlpipe.reprocess.branch import Reprocessor
+from tools.command import parsers
 from tools.train import finish
 
 
 def main() -> int:
     """Run the command. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
-    arguments = parse_arguments()
+    arguments = parsers.reprocess().parse_intermixed_args()
     parameters = {
         "of": arguments.of,
         "iterations": arguments.iterations,
@@ -63,41 +63,6 @@ def main() -> int:
     if figures is not None:
         show(figures, home() / branch.config.run)
     return code
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.reprocess",
-        description="Score stored rollouts again.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--of", required=True, metavar="RUN", help="the run with the stored rollouts"
-    )
-    parser.add_argument(
-        "--iterations",
-        metavar="A:B",
-        help="from A up to B, without B (default: all stored ones)",
-    )
-    parser.add_argument("--run", help="name of the new branch (default: RUN.reprocessed)")
-    parser.add_argument(
-        "--train", metavar="NAME", help="train a run of this name from the result, without engines"
-    )
-    parser.add_argument(
-        "--train-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an override of that run only; may be repeated",
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="concurrent iterations (default: 2)")
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the run's)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="settings that differ"
-    )
-    return parser.parse_intermixed_args()
 
 
 def show(figures: dict[str, Any], folder: Path) -> None:

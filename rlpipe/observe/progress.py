@@ -1,28 +1,46 @@
-"""Show a run in the terminal: live lines for the run and its stage, one line per iteration.
+"""Show a run in the terminal: a live block for the run and its stage.
 
     with Progress("spell_backward", total_iterations=300) as progress:
         progress.stage("rollout", done=96, total=256, tokens=12_000, reward=0.41)
         progress.stage("train")
         progress.iteration({"reward": 0.43, "accuracy": 0.52})
 
-A thread draws, so every call returns at once and async code can call it. Without a terminal, only
-one plain line per iteration is written. Programs should read the store, not this output.
+On a terminal, the block has a bar for the run, the values of the last iteration with the curve of
+the reward, and a bar for the stage. Without a terminal there is one plain line per iteration.
+`terminal.Screen` draws, so every call returns at once and async code can call it. Programs should
+read the store, not this output.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from rlpipe.observe.terminal import Screen, current, duration
+
+CURVE_LABEL = "reward"
+"""Label of the value whose curve the block shows."""
+LEVELS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = (8, 40)
+"""Smallest and largest width in columns, as for bars and names."""
+BAR_WIDTH = (8, 40)
+NAME_WIDTH = (16, 28)
+VALUES_WIDTH = 40
+"""Columns that are kept for the values behind a bar, so that the bar does not jump."""
+GAP = 2
+"""Columns between two values."""
 
 
 @dataclass(slots=True)
@@ -45,8 +63,9 @@ class _Iteration:
 class Progress:
     """The progress of one run, used as a context by the driver.
 
-    `first_iteration`: the iteration at which a resumed run starts; `begin` sets it later. `stream`:
-    default is standard error. `clock`: returns seconds.
+    It draws on the open `Screen` of the process, else on one of its own. `first_iteration`: the
+    iteration at which a resumed run starts; `begin` sets it later. `stream`: default is standard
+    error. `clock`: returns seconds.
     """
 
     def __init__(
@@ -62,25 +81,24 @@ class Progress:
         self.total = total_iterations
         self.first = first_iteration
         self._clock = clock
-        self._console = Console(file=stream or sys.stderr, highlight=False)
+        opened = current() if stream is None else None
+        self._screen = opened or Screen(stream=stream, clock=clock)
+        self._contexts = ExitStack()
+        self._drawn = False
         self._started = clock()
         self._iteration = _Iteration(self._started)
         self._finished = 0
         self._stage: _Stage | None = None
-        # Transient: the live lines vanish at the end, and the lines of iterations stay.
-        self._live = Live(
-            get_renderable=self._live_lines,
-            console=self._console,
-            refresh_per_second=5,
-            transient=True,
-            auto_refresh=True,
-        )
+        self._curve: list[float] = []
+        self._summary: Mapping[str, float | int | str] = {}
+        self._last_line: Text | None = None
 
     def __enter__(self) -> Progress:
         self._started = self._iteration.started = self._clock()
-        # Without a terminal (a log file), redrawn lines would fill the log.
-        if self._console.is_terminal:
-            self._live.start()
+        self._contexts.enter_context(self._screen)
+        self._drawn = self._screen.is_live and current() is self._screen
+        if self._drawn:
+            self._screen.add(self._block)
         return self
 
     def __exit__(
@@ -89,7 +107,12 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.stop()
+        self._screen.remove(self._block)
+        self._contexts.close()
+        # The block is gone, and its last values stay as a line.
+        if self._drawn and self._last_line is not None:
+            self._screen.say(self._last_line)
+        self._drawn = False
 
     def begin(self, first_iteration: int) -> None:
         """Start timing with this iteration.
@@ -127,17 +150,25 @@ class Progress:
         stage.note = note
 
     def iteration(self, summary: Mapping[str, float | int | str]) -> None:
-        """End an iteration: print a line with these values, seconds by stage, and time left."""
+        """End an iteration with these values.
+
+        The plain line has also the seconds by stage and the time left.
+        """
         self._end_stage()
         self._finished += 1
         now = self._clock()
-        line = self._iteration_line(summary, now)
+        self._last_line = self._iteration_line(summary, now)
         self._iteration = _Iteration(now)
-        self._console.print(line, soft_wrap=True)
+        self._summary = dict(summary)
+        reward = summary.get(CURVE_LABEL)
+        if isinstance(reward, int | float) and math.isfinite(reward):
+            self._curve.append(reward)
+        if not self._drawn and not self._screen.quiet:
+            self._screen.say(self._last_line)
 
     def say(self, text: str) -> None:
         """Print a line of text."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._screen.say(text)
 
     def _end_stage(self) -> None:
         if self._stage is not None:
@@ -157,7 +188,7 @@ class Progress:
         line = Text(f"{self.run} ", style="dim")
         line.append(f"{self._done:>{width}}/{self.total}", style="bold")
         for name, value in summary.items():
-            line.append(f"  {name} ", style="dim").append(_value_text(value))
+            line.append("  ").append_text(_labelled(name, value))
         line.append(f"  {duration(now - self._iteration.started)}")
         if self._iteration.seconds:
             stages = " ".join(
@@ -176,63 +207,107 @@ class Progress:
             return None
         return (now - self._started) / self._finished * (self.total - self._done)
 
-    def _live_lines(self) -> Group:
+    def _block(self) -> Progress:
+        return self
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the rows of the block."""
         now = self._clock()
         stage = self._stage
-        left = self._seconds_left(now)
-        parts = [
-            f"iteration {min(self._done + 1, self.total)}/{self.total}",
-            duration(now - self._started),
-        ]
-        if left:
-            parts.append(f"{duration(left)} left")
-        rows = [_row(self.run, self._done, self.total, parts)]
+        rows = [(self.run, self._done, self.total, self._run_values(now))]
         if stage is not None:
-            values = _stage_values(stage, now - stage.started)
-            rows.append(_row(f"  {stage.name}", stage.done, stage.total, values))
-        return Group(*rows)
+            rows.append((f"  {stage.name}", stage.done, stage.total, _stage_values(stage, now)))
+        run_bar, *stage_bars = _bars(rows, options.max_width)
+        yield run_bar
+        curve = [] if options.ascii_only else self._curve
+        yield from _value_rows(self._summary, curve, options.max_width)
+        yield from stage_bars
+
+    def _run_values(self, now: float) -> str:
+        left = self._seconds_left(now)
+        values = [f"{self._done}/{self.total}", duration(now - self._started)]
+        return "  ".join([*values, f"{duration(left)} left"] if left else values)
 
 
-def _row(name: str, done: float | None, total: float | None, values: list[str]) -> Table:
-    row = Table.grid(padding=(0, 2))
-    row.add_column(width=18, no_wrap=True)
-    row.add_column(width=24)
-    row.add_column(no_wrap=True)
-    bar = ProgressBar(
-        total=total or 1, completed=done or 0, width=24, pulse=done is None or not total
-    )
-    row.add_row(Text(name, style="bold", overflow="ellipsis"), bar, Text("  ".join(values)))
-    return row
+def _bars(rows: list[tuple[str, float | None, float | None, str]], width: int) -> list[Table]:
+    """Return a row of name, bar and values for each (name, done, total, values)."""
+    name_width = _within(NAME_WIDTH, max(cell_len(row[0]) for row in rows))
+    values_width = max(VALUES_WIDTH, *(cell_len(row[3]) for row in rows))
+    bar_width = _within(BAR_WIDTH, width - name_width - values_width - 2 * GAP)
+    tables = []
+    for name, done, total, values in rows:
+        table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+        table.add_column(width=name_width, no_wrap=True)
+        table.add_column(width=bar_width)
+        table.add_column(no_wrap=True)
+        bar = ProgressBar(
+            total=total or 1, completed=done or 0, width=bar_width, pulse=done is None or not total
+        )
+        table.add_row(Text(name, style="bold", overflow="ellipsis"), bar, Text(values))
+        tables.append(table)
+    return tables
 
 
-def _stage_values(stage: _Stage, seconds: float) -> list[str]:
+def _value_rows(
+    summary: Mapping[str, float | int | str], curve: list[float], width: int
+) -> list[Text]:
+    """Return the values of the last iteration as rows of at most `width` columns."""
+    parts = [_labelled(name, value) for name, value in summary.items()]
+    room = width - sum(part.cell_len + GAP for part in parts) - 1
+    for index, name in enumerate(summary):
+        if name == CURVE_LABEL and len(curve) > 1:
+            parts[index].append(" ").append(
+                sparkline(curve, _within(CURVE_WIDTH, room)), style="green"
+            )
+    rows: list[Text] = []
+    for part in parts:
+        if not rows or rows[-1].cell_len + GAP + part.cell_len > width:
+            rows.append(Text(" " * GAP, no_wrap=True, overflow="ellipsis"))
+        else:
+            rows[-1].append(" " * GAP)
+        rows[-1].append_text(part)
+    return rows
+
+
+def _within(limits: tuple[int, int], width: int) -> int:
+    return max(limits[0], min(limits[1], width))
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Return the curve of the values in at most `width` characters: means of equal parts."""
+    parts = min(width, len(values))
+    edges = [index * len(values) // parts for index in range(parts + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    lowest = min(means)
+    spread = max(means) - lowest
+    if not spread:
+        return LEVELS[0] * parts
+    return "".join(LEVELS[round((mean - lowest) / spread * (len(LEVELS) - 1))] for mean in means)
+
+
+def _stage_values(stage: _Stage, now: float) -> str:
+    seconds = now - stage.started
     values = []
     if stage.done is not None and stage.total:
         values.append(f"{stage.done:,.0f}/{stage.total:,.0f}")
     if stage.tokens is not None and seconds > 0:
         values.append(f"{stage.tokens / seconds:,.0f} tokens/s")
     if stage.reward is not None:
-        values.append(f"reward {_value_text(stage.reward)}")
+        values.append(f"reward {value_text(stage.reward)}")
     if stage.note:
         values.append(stage.note)
     values.append(duration(seconds))
     if stage.done and stage.total and stage.done < stage.total:
         values.append(f"{duration(seconds / stage.done * (stage.total - stage.done))} left")
-    return values
+    return "  ".join(values)
 
 
-def _value_text(value: float | int | str) -> str:
+def _labelled(name: str, value: float | int | str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), value_text(value))
+
+
+def value_text(value: float | int | str) -> str:
+    """Return a number in fixed notation: three decimals for a float, no `-0.000`."""
     if isinstance(value, float):
-        return f"{value:.3f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.2e}"
+        return f"{value:z,.3f}"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text: `0.03 s`, `4.2 s`, `1:05`, `2:03:09`."""
-    if seconds < 1:
-        return f"{seconds:.2f} s"
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

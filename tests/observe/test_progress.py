@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import threading
+import math
 
 import pytest
 from rich.console import Console
 
-from rlpipe.observe.progress import Progress, duration
+from rlpipe.observe.progress import Progress, sparkline, value_text
+from rlpipe.observe.terminal import duration
 
 
 class Clock:
@@ -26,12 +25,12 @@ class Clock:
         self.now += seconds
 
 
-def live_text(progress: Progress) -> str:
-    """Return the current live lines."""
-    console = Console(file=io.StringIO(), width=140)
+def block(progress: Progress, width: int = 140) -> list[str]:
+    """Return the rows of the live block."""
+    console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        console.print(progress._live_lines())
-    return captured.get()
+        console.print(progress)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def test_without_a_terminal_one_plain_line_is_written_per_iteration():
@@ -84,49 +83,80 @@ def test_time_before_the_first_iteration_counts_for_no_iteration():
     assert stream.getvalue().strip() == "spell 11/12  2.0 s (train 2.0)  2.0 s left"
 
 
-def test_the_live_lines_show_speed_reward_and_time_left():
+def test_the_block_shows_the_speed_of_the_stage_its_reward_and_the_time_left():
     clock = Clock()
     progress = Progress("spell", 10, stream=io.StringIO(), clock=clock)
     progress.stage("rollout", total=256)
     clock.tick(4)
     progress.stage("rollout", done=64, total=256, tokens=2000, reward=0.41, note="2 engines")
-    text_shown = live_text(progress)
-    for text in (
-        "iteration 1/10",
-        "rollout",
-        "64/256",
-        "500 tokens/s",
-        "reward 0.410",
-        "2 engines",
-        "12.0 s left",
-    ):
-        assert text in text_shown
+    run, stage = block(progress)
+    assert run.split() == ["spell", "0/10", "4.0", "s"]
+    assert stage.split("━")[0].strip() == "rollout"
+    assert stage.split("━")[-1].strip() == (
+        "64/256  500 tokens/s  reward 0.410  2 engines  4.0 s  12.0 s left"
+    )
 
 
-def test_a_terminal_gets_live_lines_and_keeps_the_iteration_lines():
-    master, slave = pty.openpty()
-    chunks: list[bytes] = []
+def block_of_a_run(width: int) -> list[str]:
+    """The block after iterations with rising reward."""
+    clock = Clock()
+    progress = Progress("spell_backward", 150, stream=io.StringIO(), clock=clock)
+    for reward in (0.1, 0.2, 0.3, 0.4):
+        progress.stage("train")
+        clock.tick(2)
+        progress.iteration(
+            {"reward": reward, "Δlogp": "1.1e-06 of 0.0001", "tok/s": 1234, "loss": 9.31e-10}
+        )
+    progress.stage("train")
+    return block(progress, width)
 
-    def drain() -> None:
-        while True:
-            try:
-                chunks.append(os.read(master, 65536))
-            except OSError:
-                return
 
-    reader = threading.Thread(target=drain)
-    reader.start()
-    with os.fdopen(slave, "w") as stream, Progress("spell", 2, stream=stream) as progress:
-        progress.stage("rollout", done=3, total=4)
-        progress._live.refresh()
-        progress.iteration({"reward": 1.0})
-        progress.say("report: runs/spell/report.html")
-    reader.join(timeout=10)
-    os.close(master)
-    text = b"".join(chunks).decode()
-    assert "3/4" in text
-    assert "reward" in text
-    assert "report: runs/spell/report.html" in text
+def test_the_block_shows_the_values_of_the_last_iteration_and_the_curve_of_the_reward():
+    run, values, stage = block_of_a_run(160)
+    assert run.endswith("4/150  8.0 s  4:52 left")
+    assert values == "  reward 0.400 ▁▃▆█  Δlogp 1.1e-06 of 0.0001  tok/s 1,234  loss 0.000"
+    assert stage.strip().startswith("train")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 160])
+def test_no_row_of_the_block_is_wider_than_the_terminal(width):
+    rows = block_of_a_run(width)
+    assert max(map(len, rows)) <= width
+    assert "loss 0.000" in " ".join(rows)
+
+
+def test_a_terminal_without_unicode_gets_no_curve():
+    progress = Progress("spell", 2, stream=io.StringIO())
+    progress.iteration({"reward": 0.0})
+    progress.iteration({"reward": 1.0})
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=80)
+    with console.capture() as captured:
+        console.print(progress)
+    assert "reward 1.000" in captured.get()
+    assert captured.get().isascii()
+
+
+def test_a_long_curve_is_the_means_of_equal_parts():
+    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 2.0], 4) == "▁▅▅█"
+    assert sparkline([0.5] * 9, 4) == "▁▁▁▁"
+    assert len(sparkline([float(number % 7) for number in range(2000)], 40)) == 40
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (9.31e-10, "0.000"),
+        (-9.31e-10, "0.000"),
+        (-0.0123, "-0.012"),
+        (1234.5678, "1,234.568"),
+        (1e-300, "0.000"),
+        (math.nan, "nan"),
+        (1234, "1,234"),
+        ("1e-06 of 0.0001", "1e-06 of 0.0001"),
+    ],
+)
+def test_values_are_in_fixed_notation_with_three_decimals(value, text):
+    assert value_text(value) == text
 
 
 @pytest.mark.parametrize(
