@@ -9,7 +9,7 @@
 #   make chaos MINUTES=60 ARGS="--s 0 --s 2"
 #
 # RUN   name of the run (default: the recipe's)        SEED  of data and training (default: the recipe's)
-# JOBS  processes of `make test` (2)
+# JOBS  processes of `make test`, `make test-long` and `make test-all` (2)
 # ARGS  further dotted.key=value overrides             HOME or RLPIPE_HOME on the command line: where runs are kept (default: ./runs)
 
 PYTHON_BIN := .venv/bin/python
@@ -31,8 +31,10 @@ seed := $(if $(SEED),--seed $(SEED))
 gpus = torch.cuda.device_count()
 on_gpu = $(shell $(PYTHON_BIN) -c 'import torch; print("model.dtype=bfloat16" * ($(gpus) > 0), "resources.colocate=true" * ($(gpus) == 1))')
 
+PYTEST = $(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations 25
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm2 train up down report test check fix chaos flat
+.PHONY: help setup demo demo-smollm2 train up down report test test-long test-all check fix chaos flat
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,8 +61,14 @@ down: ## end what `make up` started
 report: setup ## write the report page of RUN again
 	@$(PYTHON_BIN) -m tools.report --run $(or $(RUN),$(RECIPE))
 
-test: setup ## every test, JOBS (2) at a time
-	@$(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations 12 $(ARGS)
+test: setup ## the tests before a commit, every real part in them, JOBS (2) at a time
+	@$(PYTEST) -m "not long" $(ARGS)
+
+test-long: setup ## only the tests that `make test` leaves out: chaos, PostgreSQL, interrupted runs, every family
+	@$(PYTEST) -m long $(ARGS)
+
+test-all: setup ## every test
+	@$(PYTEST) $(ARGS)
 
 chaos: setup ## kill processes of a real run for MINUTES (10), and prove that every batch was trained once
 	@$(PYTHON_BIN) -m tests.soak.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)

@@ -246,6 +246,7 @@ def test_starting_and_retrying_a_flow_run_is_what_the_buttons_do():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothing(
