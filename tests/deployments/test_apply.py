@@ -202,6 +202,7 @@ def schedule_once(prefect: Prefect, folder: Path) -> None:
     raise AssertionError((folder / "prefect.log").read_text()[-6000:])
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_retried_iteration_of_a_scheduled_run_reuses_its_rollout(
     prefect: Prefect, tmp_path: Path
