@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -29,6 +30,43 @@ class FilePrompts(Config):
     tool_key: str | None = None
     """Column with the tools of a row, a JSON list, for the chat template and for
     `metadata.tools`. A row may have no such list. None: no such column."""
+    prompt_format: str = "{prompt}"
+    """Python format of the prompt, filled with the text of the column as `prompt`; other braces are
+    doubled: `{prompt} Put the answer in \\boxed{{}}.` Only for columns of strings."""
+    label_pattern: str | None = None
+    """Regular expression searched in the label; its first group is the label. `#### (.*)` reads the
+    answers of GSM8K. A row without a match is an error. None: the whole text."""
+
+    @field_validator("prompt_format")
+    @classmethod
+    def _format_contains_the_prompt(cls, value: str) -> str:
+        try:
+            contains_prompt = "\0" in value.format(prompt="\0")
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"not a format of the prompt ({type(error).__name__}: {error}); expected "
+                "{prompt} once, and every other brace twice"
+            ) from error
+        if not contains_prompt:
+            raise ValueError("the format has no {prompt}, so all prompts would be equal")
+        return value
+
+    @field_validator("label_pattern")
+    @classmethod
+    def _pattern_has_a_group(cls, value: str | None) -> str | None:
+        try:
+            num_groups = None if value is None else re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if num_groups == 0:
+            raise ValueError("the pattern has no group; put the label in parentheses")
+        return value
+
+    @model_validator(mode="after")
+    def _pattern_has_a_label(self):
+        if self.label_pattern is not None and self.label_key is None:
+            raise ValueError("label_pattern is for the label; set label_key, its column")
+        return self
 
 
 class ReasoningGymPrompts(Config):

@@ -1,6 +1,7 @@
 """Load a recipe into a `RunConfig`: YAML, overrides, preset, validation.
 
     load_run("my_run.yaml", ["train.optimizer.lr=1e-5"])    the configuration of a run
+    load_with_origin(recipe, overrides, run)               the same, with the source of each value
     validate(values), validate_stored(values)               from plain data
     dump(config)                                            back to YAML
     home(), use_home(folder)                                directory of all runs
@@ -32,12 +33,14 @@ from rlpipe.config.arguments.check import check_megatron, check_router, check_sg
 from rlpipe.config.introduced import upgraded
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
+from rlpipe.config.smoke import apply_smoke, merged
 from rlpipe.config.text import dump as dump_yaml
 from rlpipe.config.text import parse, read
 from rlpipe.config.unused import unused
 from rlpipe.errors import ConfigError
+from rlpipe.system.project import PROJECT
 
-DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
+DEPLOYMENTS = PROJECT / "deployments"
 RECIPES = DEPLOYMENTS / "recipes"
 PRESETS = DEPLOYMENTS / "models"
 SLIME_DEFAULTS = Path(__file__).resolve().parents[1] / "slime"
@@ -102,7 +105,7 @@ def load_run(
 
     Raises: ConfigError.
     """
-    return _load(recipe, overrides, run)[0]
+    return load_with_origin(recipe, overrides, run)[0]
 
 
 def unused_keys(
@@ -112,15 +115,16 @@ def unused_keys(
 
     Keys of recipes and presets of the project are not reported. Raises: ConfigError, as `load_run`.
     """
-    config, origin = _load(recipe, overrides, run)
+    config, origin = load_with_origin(recipe, overrides, run)
     if Path(origin.file).resolve().parent in (RECIPES, SLIME_DEFAULTS):
         origin.lines = {}  # report overrides only
     return unused(config, origin)
 
 
-def _load(
+def load_with_origin(
     recipe: str | Path, overrides: Sequence[str], run: str | None
 ) -> tuple[RunConfig, Origin]:
+    """Return the configuration of one run, and the source of its values. As `load_run`."""
     path = find_recipe(recipe)
     values, lines = parse(read(path, "the recipe"), str(path))
     if not isinstance(values, dict):
@@ -133,6 +137,7 @@ def _load(
         )
     values.setdefault("run", path.stem)
     origin = Origin(str(path), lines)
+    values, overrides = apply_smoke(values, overrides, origin)
     for override in overrides:
         origin.overrides[_apply(values, override)] = override
     if run is not None:
@@ -300,7 +305,7 @@ def _with_preset(values: dict[str, Any], origin: Origin) -> dict[str, Any]:
             "a preset is a mapping of keys", where=str(path), found=type(preset).__name__
         )
     origin.elsewhere = {key: f"{path}:{line}" for key, line in lines.items()}
-    return _merged(rest, preset)
+    return merged(rest, preset)
 
 
 def _find_preset(name: Any, origin: Origin) -> Path:
@@ -318,15 +323,6 @@ def _find_preset(name: Any, origin: Origin) -> Path:
         found=name,
         expected=f"a YAML file, or one of {', '.join(close)}",
     )
-
-
-def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
-    """Merge two nested mappings; values of `above` win."""
-    merged = {**below, **above}
-    for name in above.keys() & below.keys():
-        if isinstance(above[name], dict) and isinstance(below[name], dict):
-            merged[name] = _merged(above[name], below[name])
-    return merged
 
 
 def _exists(path: Path) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from rlpipe.errors import DataError
 from rlpipe.types import Prompt
 
 Part = TypeVar("Part")
+PLAIN_PROMPT = "{prompt}"
+"""The `prompt_format` that changes nothing."""
 RowRange = tuple[str, range]
 """(file, numbers of its rows)."""
 
@@ -145,7 +148,11 @@ def _prompt_row(content: dict[str, Any], source: FilePrompts, where: str) -> Pro
     label = None
     if source.label_key is not None:
         label = _label(_value(content, source.label_key, "label_key", where), where)
+    if label is not None and source.label_pattern is not None:
+        label = _matched(label, source.label_pattern, where)
     prompt = _prompt(_value(content, source.input_key, "input_key", where), where)
+    if source.prompt_format != PLAIN_PROMPT:
+        prompt = _formatted(prompt, source.prompt_format, where)
     metadata = _metadata(content, source.metadata_key, where)
     if (tools := _tools(content, source.tool_key, where)) is not None:
         if "tools" in metadata:
@@ -196,6 +203,31 @@ def _label(value: Any, where: str) -> str:
         found=f"{type(value).__name__} {excerpt(value)}",
         expected="a string or a number",
     )
+
+
+def _matched(label: str, pattern: str, where: str) -> str:
+    """Return the first group of the pattern. Raises: DataError without a match."""
+    match = re.search(pattern, label)
+    if match is None or match[1] is None:
+        raise DataError(
+            "prompts.label_pattern does not match the label",
+            where=where,
+            found=excerpt(label),
+            expected=pattern,
+        )
+    return match[1]
+
+
+def _formatted(prompt: Prompt, text: str, where: str) -> str:
+    """Return the prompt in the format. Raises: DataError for a list of messages."""
+    if not isinstance(prompt, str):
+        raise DataError(
+            "prompts.prompt_format is for strings",
+            where=where,
+            found="a list of messages",
+            do="remove prompt_format, or choose a column of strings (prompts.input_key)",
+        )
+    return text.format(prompt=prompt)
 
 
 def _metadata(content: dict[str, Any], key: str | None, where: str) -> dict[str, Any]:

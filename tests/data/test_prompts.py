@@ -1,6 +1,7 @@
 """Rows of prompt files, and refusal of bad rows."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -109,3 +110,46 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
 def test_another_file_type_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"\.jsonl or \.parquet"):
         load_prompts(source(tmp_path / "a.csv"))
+
+
+def test_a_label_is_the_group_of_its_pattern(tmp_path: Path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text('{"question": "2 + 2?", "answer": "Two and two.\\n#### 4"}\n')
+    keys = {"input_key": "question", "label_key": "answer"}
+    source = FilePrompts(
+        type="file",
+        paths=(str(path),),
+        **keys,
+        label_pattern="#### (.*)",
+        prompt_format="Q: {prompt}",
+    )
+    assert [(row.prompt, row.label) for row in load_prompts(source)] == [("Q: 2 + 2?", "4")]
+    wrong = source.model_copy(update={"label_pattern": "= (.*)"})
+    with pytest.raises(DataError, match="label_pattern does not match") as error:
+        load_prompts(wrong)
+    assert error.value.where == f"{path}:1"
+
+
+def test_a_prompt_format_is_for_strings(tmp_path: Path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text('{"prompt": [{"role": "user", "content": "2 + 2?"}]}\n')
+    source = FilePrompts(type="file", paths=(str(path),), prompt_format="{prompt} \\boxed{{}}")
+    with pytest.raises(DataError, match="prompt_format is for strings"):
+        load_prompts(source)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("prompt_format", "{question}", "not a format of the prompt"),
+        ("prompt_format", "the prompt", "has no {prompt}"),
+        ("prompt_format", "{prompt} {", "not a format of the prompt"),
+        ("label_pattern", "####", "no group"),
+        ("label_pattern", "(", "not a regular expression"),
+    ],
+)
+def test_wrong_formats_and_patterns_are_refused(key: str, value: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        FilePrompts(type="file", paths=("a.jsonl",), label_key="label", **{key: value})
+    with pytest.raises(ValueError, match="set label_key"):
+        FilePrompts(type="file", paths=("a.jsonl",), label_pattern="(.*)")
