@@ -20,7 +20,12 @@ from prefect import serve
 from prefect.deployments.runner import RunnerDeployment
 from prefect.flows import Flow, load_flow_from_entrypoint
 
-from deployments.apply import environment, report_unreachable_server, site_and_home
+from deployments.apply import (
+    environment,
+    report_unreachable_server,
+    site_and_home,
+    with_server_overrides,
+)
 from deployments.declarations import FLOWS, ROOT, declared, entrypoints
 from deployments.site import Site
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
@@ -96,8 +101,9 @@ def main() -> int:
         os.environ.update(environment(folder))
         # Entrypoints and recipes are relative to the checkout.
         os.chdir(ROOT)
-        deployments = asyncio.run(served(site, arguments.flows))
         with report_unreachable_server():
+            site = asyncio.run(with_server_overrides(site))
+            deployments = asyncio.run(served(site, arguments.flows))
             serve(*deployments, limit=limit)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -198,16 +198,15 @@ def up(servers: LocalServers, site: Path | None) -> int:
         if name not in servers.without and not servers.running(name):
             print(f"starting {name} …", flush=True)
             begin(servers)
-    merged = given.model_copy(update={"overrides": (*servers.overrides, *given.overrides)})
-    (servers.folder / "site.yaml").write_text(yaml.safe_dump(merged.model_dump(mode="json")))
+    (servers.folder / "site.yaml").write_text(yaml.safe_dump(given.model_dump(mode="json")))
     variables = servers.folder / "env"
     variables.touch(mode=0o600)  # It contains the key of the store.
     variables.write_text(exports(servers))
     if code := declare(servers):
         return code
-    end_if_outdated(servers, "worker", {POOL: merged.pool})
+    end_if_outdated(servers, "worker", {POOL: given.pool})
     if not servers.running("worker"):
-        start_worker(servers, merged.pool)
+        start_worker(servers, given.pool)
     return 0
 
 
@@ -231,6 +230,9 @@ def declare(servers: LocalServers) -> int:
         str(servers.folder / "site.yaml"),
         "--home",
         str(servers.home),
+        # The Prefect server keeps them, for a later `deployments.apply --site FILE`.
+        "--server-overrides",
+        *servers.overrides,
     ]
     print("declaring deployments …", flush=True)
     settings = {**SETTINGS, **servers.environment, "PREFECT_HOME": str(servers.folder / "prefect")}

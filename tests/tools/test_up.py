@@ -221,6 +221,17 @@ def test_refused_deployments_leave_servers_running_and_return_their_exit_code(
     assert "failed (exit code 2); running servers: ray." in capsys.readouterr().err
 
 
+def test_deployments_get_the_addresses_of_running_servers(servers: LocalServers, monkeypatch):
+    start(servers, "ray", SLEEPS, [6379], {})
+    prints = servers.home / "python"
+    prints.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > ' + str(servers.home / "arguments"))
+    prints.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(prints))
+    assert up.declare(servers) == 0
+    given = (servers.home / "arguments").read_text().split("--server-overrides\n")[1]
+    assert given.splitlines() == ["resources.ray_address=127.0.0.1:6379"]
+
+
 def test_pythonpath_entries_stay_after_the_checkout(
     servers: LocalServers, monkeypatch: pytest.MonkeyPatch
 ):
