@@ -73,7 +73,7 @@ async def run_rollout(
         come, first served.
     next_part: plans the part after a part. None: no further parts.
     cut_off: makes `generate` return the partial samples.
-    progress: called after each group.
+    progress: called once the groups of a part are known, and after each group.
 
     Finished groups are written at least every `flush_interval_s`, and at the end, also if the
     rollout is cancelled or fails. A group for which `generate` raises an RlpipeError becomes failed
@@ -205,6 +205,7 @@ class _Attempt:
                 ids_of_plan.setdefault(group.earlier, []).append(group_id)
         for digest, group_ids in ids_of_plan.items():
             self.earlier |= await asyncio.to_thread(self.rows.earlier, digest, group_ids)
+        self._report()
 
     async def _until_decided(self) -> None:
         while not self.selection.decided:
@@ -253,6 +254,9 @@ class _Attempt:
         else:
             self.unjudged.append(samples)
             self.has_unjudged.set()
+        self._report()
+
+    def _report(self) -> None:
         if self.on_progress:
             self.on_progress(self.progress)
 

@@ -149,10 +149,14 @@ async def test_every_group_is_sampled_once_and_flushed_once():
     kept = _RecordedRows()
     shown = []
     result = await _run(
-        _part(10), sampling, kept, progress=lambda now: shown.append(now.finished_groups)
+        _part(10),
+        sampling,
+        kept,
+        progress=lambda now: shown.append((now.finished_groups, now.groups)),
     )
     assert kept.ids == sorted(sampling.called) == sorted(f"b:{i}" for i in range(10))
-    assert len(kept.flushes) == 1 and sampling.most == 4 and shown == list(range(1, 11))
+    assert len(kept.flushes) == 1 and sampling.most == 4
+    assert shown == [(finished, 10) for finished in range(11)]
     now = result.progress
     assert (now.samples, now.prompt_tokens, now.response_tokens, dict(now.statuses)) == (
         10,
