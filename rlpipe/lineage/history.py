@@ -13,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.batch.files import read_samples
+from rlpipe.config.data import EvalDataset
 from rlpipe.config.load import dump
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.stage_inputs import eval_inputs
-from rlpipe.observe.run_history import Evaluation, IterationRecord, RunHistory, SampleChange
+from rlpipe.observe.pages import FLOW_RUN_TITLE, SAMPLES_PAGE, SAMPLES_TITLE
+from rlpipe.observe.run_history import (
+    ACCURACY,
+    MEAN_REWARD,
+    Evaluation,
+    IterationRecord,
+    RunHistory,
+    SampleChange,
+)
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.shards import read_rows
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Node, Sample, Stage
 
@@ -62,6 +72,8 @@ class HistoryReader:
             totals=_totals(self._records, evaluations, timing),
             other_seconds=_other_seconds(timing),
             packages=self._commits[-1].packages if self._commits else {},
+            has_reference=config.advantage.reference,
+            links=_links(self._directory, timing),
             status="finished"
             if done >= config.num_rollout
             else f"{done} of {config.num_rollout} iterations",
@@ -106,10 +118,26 @@ class HistoryReader:
         for dataset in self._config.evaluation.datasets:
             inputs = eval_inputs(self._config, dataset, weights, contracts)
             node = self._nodes.find(Stage.EVAL, inputs.digest)
-            if node is not None:
-                accuracy = node.outputs["accuracy"]
-                evaluation = Evaluation(version, dataset.name, accuracy, node.outputs["scored"])
+            if node is not None and (version, dataset.name) not in self._evaluations:
+                evaluation = self._evaluation(version, dataset, node)
                 self._evaluations[version, dataset.name] = (evaluation, node)
+
+    def _evaluation(self, version: int, dataset: EvalDataset, node: Node) -> Evaluation:
+        """Return an evaluation, with what its rewards say about their mean."""
+        column = read_rows(self._files, node.files, ["reward"])["reward"].to_pylist()
+        rewards = [reward for reward in column if reward is not None]
+        threshold = dataset.pass_threshold
+        passed = None
+        if rewards and threshold != type(dataset).model_fields["pass_threshold"].default:
+            passed = sum(reward >= threshold for reward in rewards) / len(rewards)
+        return Evaluation(
+            version,
+            dataset.name,
+            node.outputs["accuracy"],
+            node.outputs["scored"],
+            binary=all(reward in (0, 1) for reward in rewards),
+            passed=passed,
+        )
 
     def _changes(self) -> list[SampleChange]:
         """Return answers to the first prompts of the first held-out set, before and after."""
@@ -180,8 +208,13 @@ def _totals(
         evaluation for evaluation in evaluations if evaluation.dataset == evaluations[0].dataset
     ]
     return {
-        "accuracy_before": main[0].accuracy if len(main) > 1 else None,
-        "accuracy_after": main[-1].accuracy if main else None,
+        "accuracy_before": main[0].mean_reward if len(main) > 1 else None,
+        "accuracy_after": main[-1].mean_reward if main else None,
+        "held_out_measure": (
+            (ACCURACY if all(evaluation.binary for evaluation in main) else MEAN_REWARD)
+            if main
+            else None
+        ),
         "seconds": sum(entry["seconds"] for entry in timing),
         "seconds_by_stage": by_stage,
         "orchestration_s_per_iteration": sum(overhead) / len(overhead) if overhead else None,
@@ -196,6 +229,13 @@ def _totals(
         "rollout_tokens_per_s": _rate(records, "rollout"),
         "train_tokens_per_s": _rate(records, "train"),
     }
+
+
+def _links(directory: Path, timing: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the other pages of the run: its samples, and the newest flow run of its driver."""
+    links = {SAMPLES_TITLE: SAMPLES_PAGE} if (directory / SAMPLES_PAGE).is_file() else {}
+    flow_runs = [entry["flow_run_url"] for entry in timing if "flow_run_url" in entry]
+    return links | ({FLOW_RUN_TITLE: flow_runs[-1]} if flow_runs else {})
 
 
 def _other_seconds(timing: list[dict[str, Any]]) -> dict[str, float]:

@@ -3,15 +3,18 @@
 The stylesheet of the page colours the SVG, so a chart follows the dark mode of the reader.
 matplotlib cannot do this: its SVG has fixed colours. `pictures` draws PNG files with matplotlib.
 
-A series is a list of (x, y); values that are not finite are excluded. Entry points: `line_chart`,
-`shares`, `histogram`, `number`.
+A series is a list of (x, y); values that are not finite are excluded. A chart whose values are all
+0 is a sentence instead. A chart has a bounded size for any number of points.
+Entry points: `line_chart`, `shares`, `histogram`, `number`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,12 +23,51 @@ Point = tuple[float, float]
 
 BINS = 30
 """Bins of a histogram."""
+MARKED_POINTS = 60
+"""A curve of at most this many points can have a dot at each."""
+FEW_POINTS = 8
+"""With at most this many points a moving average would hide the curve."""
+DRAWN_POINTS = 240
+"""Points of a line. A longer series is drawn as a band from smallest to largest value."""
+READINGS = 60
+"""Parts of the x axis whose tooltip has the mean value."""
+COLOURS = range(8)
+"""Numbers of the colours in the stylesheet."""
+ALL_ZERO = '<p class="constant">Every value is 0.</p>'
 
 # Margins of a line chart in pixels.
 _LEFT = 46
 _RIGHT = 14
 _TOP = 12
 _BOTTOM = 26
+_MARK_WIDTH = 52
+"""Pixels between the labels of the x axis, at least."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plane of a line chart: its size, its ranges and the labels of its y axis."""
+
+    width: int
+    height: int
+    left: float
+    """Pixels left of the plane, for the labels."""
+    xs: tuple[float, float]
+    ticks: Sequence[float]
+    labels: Sequence[str]
+    logarithmic: bool
+
+    def pixels(self, x: float, y: float) -> Point:
+        """Return the pixel of a point."""
+        first, last = self.xs
+        across = (x - first) / (last - first) if last > first else 0.5
+        transform = math.log10 if self.logarithmic else float
+        low = transform(self.ticks[0])
+        up = (transform(y) - low) / (transform(self.ticks[-1]) - low)
+        return (
+            self.left + across * (self.width - self.left - _RIGHT),
+            self.height - _BOTTOM - up * (self.height - _TOP - _BOTTOM),
+        )
 
 
 def line_chart(
@@ -42,27 +84,33 @@ def line_chart(
     """Return an SVG of named series over iterations; "" without a finite value.
 
     `percent` labels y as a percentage of 1. `floor` is a value that the y axis includes. `dots`
-    marks and labels every point. `smooth` draws the points faint and their moving average bold.
+    marks and labels every point, up to `MARKED_POINTS`. `smooth` draws the points faint and their
+    moving average bold. Few points always have dots.
     """
+    if all_zero(series):
+        return ALL_ZERO
     drawable = {name: _drawable(points, logarithmic) for name, points in series.items()}
     drawn = {name: points for name, points in drawable.items() if points}
     if not drawn:
         return ""
     all_points = [point for points in drawn.values() for point in points]
     ticks = _log_ticks(all_points) if logarithmic else _ticks(all_points, floor, percent)
-    to_pixels = _scale(all_points, ticks, width, height, logarithmic)
-    parts = [_axes(ticks, to_pixels, all_points, width, height, percent)]
+    frame = _frame(all_points, ticks, width, height, percent=percent, logarithmic=logarithmic)
+    parts = [_axes(frame)]
     for index, (name, points) in enumerate(drawn.items()):
-        line = [to_pixels(*point) for point in points]
-        # With 8 points or fewer the average would hide the curve.
-        if smooth and len(points) > 8:
-            parts.append(f'<path class="line faint s{index}" d="{_path(line)}"/>')
-            line = [to_pixels(*point) for point in moving_average(points)]
-        parts.append(f'<path class="line s{index}" d="{_path(line)}"/>')
-        if dots:
-            parts += [_dot(name, point, to_pixels, index, percent) for point in points]
+        parts.append(_curve(points, frame, index % len(COLOURS), smooth=smooth))
+        if len(points) <= (MARKED_POINTS if dots else FEW_POINTS):
+            parts += [_dot(name, point, frame, index % len(COLOURS), percent) for point in points]
+    if len(drawn) == 1 and len(all_points) > FEW_POINTS and not dots:
+        parts.append(_readings(all_points, frame, percent))
     label = escape(", ".join(drawn))
     return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"')
+
+
+def all_zero(series: Mapping[str, Series]) -> bool:
+    """True if the series have finite values and all of them are 0."""
+    values = [y for points in series.values() for _, y in points if math.isfinite(y)]
+    return bool(values) and not any(values)
 
 
 def shares(parts: Mapping[str, float], *, width: int = 720, height: int = 26) -> str:
@@ -92,6 +140,8 @@ def histogram(columns: Mapping[str, np.ndarray], *, width: int = 460, height: in
     heights, edges = histogram_shares(list(columns.values()))
     if not len(edges):
         return ""
+    if not any(np.nan_to_num(column, posinf=0, neginf=0).any() for column in columns.values()):
+        return ALL_ZERO
     largest = max(float(share.max()) for share in heights) or 1.0
     bin_width = (width - 20) / BINS
     bar_width = bin_width / len(columns)
@@ -107,9 +157,10 @@ def histogram(columns: Mapping[str, np.ndarray], *, width: int = 460, height: in
                 f'width="{bar_width:.1f}" height="{bar_height:.1f}">'
                 f"<title>{escape(name)}: {value:.1%} in {interval}</title></rect>"
             )
-    for edge, anchor in ((0, "start"), (BINS // 2, "middle"), (BINS, "end")):
-        x = 10 + edge * bin_width
-        parts.append(_tick_label(x, height - 6, anchor, number(edges[edge])))
+    marks = ((0, "start"), (BINS // 2, "middle"), (BINS, "end"))
+    texts = tick_labels([float(edges[edge]) for edge, _ in marks])
+    for (edge, anchor), text in zip(marks, texts, strict=True):
+        parts.append(_tick_label(10 + edge * bin_width, height - 6, anchor, text))
     label = escape(", ".join(columns))
     return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"')
 
@@ -127,16 +178,19 @@ def histogram_shares(columns: Sequence[np.ndarray]) -> tuple[list[np.ndarray], n
     return [np.histogram(part, bins=edges)[0] / max(len(part), 1) for part in finite], edges
 
 
-def moving_average(points: Series, fraction: float = 0.1) -> list[Point]:
+def moving_average(points: Series, fraction: float = 0.05) -> list[Point]:
     """Return the mean over a centred window of `fraction` of the points, at least 5.
 
-    The window is shorter at both ends.
+    The window is shorter at both ends. The result has at most `DRAWN_POINTS` points, with both
+    ends.
     """
     half = max(5, round(len(points) * fraction)) // 2
+    count = min(len(points), DRAWN_POINTS)
     averaged = []
-    for index, (x, _) in enumerate(points):
+    for position in range(count):
+        index = position * (len(points) - 1) // max(count - 1, 1)
         window = [y for _, y in points[max(0, index - half) : index + half + 1]]
-        averaged.append((x, sum(window) / len(window)))
+        averaged.append((points[index][0], sum(window) / len(window)))
     return averaged
 
 
@@ -180,78 +234,140 @@ def _ticks(points: Series, floor: float | None, percent: bool) -> list[float]:
 def _log_ticks(points: Series) -> list[float]:
     low = math.floor(math.log10(min(y for _, y in points)))
     high = math.ceil(math.log10(max(y for _, y in points)))
-    return [10.0**power for power in range(low, max(high, low + 1) + 1)]
+    high = max(high, low + 1)
+    # At most about eight ticks, also for values that differ by hundreds of orders of magnitude.
+    step = math.ceil((high - low) / 8)
+    return [10.0**power for power in range(low, high + step, step)]
 
 
-def _scale(
-    points: Series, ticks: Sequence[float], width: int, height: int, logarithmic: bool
-) -> Callable[[float, float], Point]:
-    """Return the function from data coordinates to pixels."""
-    left = min(x for x, _ in points)
-    right = max(x for x, _ in points)
-    transform = math.log10 if logarithmic else float
-    low = transform(ticks[0])
-    high = transform(ticks[-1])
-
-    def to_pixels(x: float, y: float) -> Point:
-        across = (x - left) / (right - left) if right > left else 0.5
-        up = (transform(y) - low) / (high - low)
-        pixel_x = _LEFT + across * (width - _LEFT - _RIGHT)
-        pixel_y = height - _BOTTOM - up * (height - _TOP - _BOTTOM)
-        return pixel_x, pixel_y
-
-    return to_pixels
-
-
-def _axes(
-    ticks: Sequence[float],
-    to_pixels: Callable[[float, float], Point],
+def _frame(
     points: Series,
+    ticks: Sequence[float],
     width: int,
     height: int,
+    *,
     percent: bool,
-) -> str:
-    left = min(x for x, _ in points)
-    right = max(x for x, _ in points)
-    parts = []
-    for tick in ticks:
-        _, y = to_pixels(left, tick)
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    logarithmic: bool,
+) -> _Frame:
+    xs = [x for x, _ in points]
+    labels = [number(tick) for tick in ticks] if logarithmic else tick_labels(ticks, percent)
+    # A digit of the labels is about 7 pixels wide.
+    left = max(_LEFT, 7 * max(map(len, labels)) + 12)
+    return _Frame(width, height, left, (min(xs), max(xs)), ticks, labels, logarithmic)
+
+
+def tick_labels(ticks: Sequence[float], percent: bool = False) -> list[str]:
+    """Return texts with as many digits as needed to tell the ticks of a linear axis apart."""
+    values = [tick * 100 for tick in ticks] if percent else list(ticks)
+    largest = max(map(abs, values))
+    precision = abs(values[1] - values[0]) / 1000 if len(values) > 1 else largest / 1000
+    kind, unit = ("f", "%" if percent else "") if 1e-3 <= largest < 1e6 or percent else ("e", "")
+
+    def texts(digits: int) -> list[str]:
+        return [f"{value:,.{digits}{kind}}" for value in values]
+
+    def exact(digits: int) -> bool:
+        return all(
+            abs(float(text.replace(",", "")) - value) <= precision
+            for text, value in zip(texts(digits), values, strict=True)
         )
-        parts.append(_tick_label(_LEFT - 8, y + 4, "end", number(tick, percent)))
-    for x in _iteration_marks(left, right):
-        pixel_x, _ = to_pixels(x, ticks[0])
-        parts.append(_tick_label(pixel_x, height - 7, "middle", f"{x:,.0f}"))
+
+    chosen = texts(next((digits for digits in range(12) if exact(digits)), 12))
+    return [_short(text) + unit for text in chosen]
+
+
+def _short(text: str) -> str:
+    """Return 1e-5 for 1e-05, and 0 for 0e+00 and -0."""
+    mantissa, e, exponent = text.partition("e")
+    if not float(mantissa.replace(",", "")):
+        return "0"
+    return f"{mantissa}e{int(exponent)}" if e else mantissa
+
+
+def _axes(frame: _Frame) -> str:
+    parts = []
+    for tick, label in zip(frame.ticks, frame.labels, strict=True):
+        _, y = frame.pixels(frame.xs[0], tick)
+        parts.append(
+            f'<line class="grid" x1="{frame.left}" x2="{frame.width - _RIGHT}" '
+            f'y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(_tick_label(frame.left - 8, y + 4, "end", label))
+    most = int((frame.width - frame.left - _RIGHT) // _MARK_WIDTH)
+    for x in _iteration_marks(*frame.xs, most=most):
+        pixel_x, _ = frame.pixels(x, frame.ticks[0])
+        parts.append(_tick_label(pixel_x, frame.height - 7, "middle", f"{x:,.0f}"))
     return "".join(parts)
 
 
-def _iteration_marks(left: float, right: float) -> list[float]:
-    """Return round iterations for the x axis, from the first to at most the last."""
+def _iteration_marks(left: float, right: float, *, most: int = 8) -> list[float]:
+    """Return round iterations for the x axis, about `most`, from the first to at most the last."""
     if right <= left:
         return [left]
     power = 10 ** math.floor(math.log10(right - left))
-    steps = (power * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2))
-    step = max(1.0, next(step for step in steps if (right - left) / step <= 8))
+    steps = (power * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10))
+    step = max(1.0, next(step for step in steps if (right - left) / step <= min(most, 8)))
     return [index * step for index in range(math.ceil(left / step), math.floor(right / step) + 1)]
+
+
+def _curve(points: Sequence[Point], frame: _Frame, colour: int, *, smooth: bool) -> str:
+    """Return the line of a series. A moving average is drawn over faint points or their band."""
+    long = len(points) > DRAWN_POINTS
+    averaged = long or (smooth and len(points) > FEW_POINTS)
+    parts = []
+    if long:
+        parts.append(f'<path class="band f{colour}" d="{_path(_band(points, frame))}Z"/>')
+    elif averaged:
+        line = [frame.pixels(*point) for point in points]
+        parts.append(f'<path class="line faint s{colour}" d="{_path(line)}"/>')
+    line = [frame.pixels(*point) for point in (moving_average(points) if averaged else points)]
+    return "".join([*parts, f'<path class="line s{colour}" d="{_path(line)}"/>'])
+
+
+def _band(points: Sequence[Point], frame: _Frame) -> list[Point]:
+    """Return the outline of the smallest and largest values of consecutive points."""
+    parts = _parts(points, DRAWN_POINTS)
+    centres = [(part[0][0] + part[-1][0]) / 2 for part in parts]
+    highest = [max(y for _, y in part) for part in parts]
+    lowest = [min(y for _, y in part) for part in parts]
+    above = [frame.pixels(x, y) for x, y in zip(centres, highest, strict=True)]
+    below = [frame.pixels(x, y) for x, y in zip(centres, lowest, strict=True)]
+    return above + below[::-1]
+
+
+def _parts(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
+    """Divide the points into at most `count` consecutive parts of about the same length."""
+    count = min(count, len(points))
+    bounds = [index * len(points) // count for index in range(count + 1)]
+    return [points[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _readings(points: Sequence[Point], frame: _Frame, percent: bool) -> str:
+    """Return invisible columns with tooltips: iterations and their mean value."""
+    rects = []
+    parts = _parts(points, READINGS)
+    width = (frame.width - frame.left - _RIGHT) / len(parts)
+    for index, part in enumerate(parts):
+        mean = sum(y for _, y in part) / len(part)
+        first, last = (f"{x:,.0f}" for x in (part[0][0], part[-1][0]))
+        which = f"iteration {first}" if first == last else f"mean of iterations {first} to {last}"
+        rects.append(
+            f'<rect class="reading" x="{frame.left + index * width:.1f}" y="{_TOP}" '
+            f'width="{width:.1f}" height="{frame.height - _TOP - _BOTTOM}">'
+            f"<title>{which}: {number(mean, percent)}</title></rect>"
+        )
+    return "".join(rects)
 
 
 def _path(points: Sequence[Point]) -> str:
     return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def _dot(
-    name: str,
-    point: Point,
-    to_pixels: Callable[[float, float], Point],
-    index: int,
-    percent: bool,
-) -> str:
-    x, y = to_pixels(*point)
-    title = ""
-    if percent:
-        title = f"<title>{escape(name)}, iteration {point[0]:,.0f}: {point[1]:.1%}</title>"
-    return f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="4">{title}</circle>'
+def _dot(name: str, point: Point, frame: _Frame, colour: int, percent: bool) -> str:
+    x, y = frame.pixels(*point)
+    value = f"{point[1]:.1%}" if percent else number(point[1])
+    title = f"<title>{escape(name)}, iteration {point[0]:,.0f}: {value}</title>"
+    return f'<circle class="dot s{colour}" cx="{x:.1f}" cy="{y:.1f}" r="4">{title}</circle>'
 
 
 def _tick_label(x: float, y: float, anchor: str, text: str) -> str:

@@ -36,29 +36,30 @@ BAR_LENGTH = 20
 def overview(history: RunHistory) -> str:
     """Return the page, with means of the first and last ten iterations and extremes of all."""
     parts = [f"# {history.run}: {history.status}"]
-    parts += ["## Is it learning?", *_accuracies(history), *_figures(history, LEARNING)]
+    parts += ["## Is it learning?", *_scores(history), *_figures(history, LEARNING)]
     parts += ["## Is it healthy?", *_figures(history, HEALTH)]
     parts += ["## Where did the time go?", *_times(history)]
     return "\n\n".join(parts) + "\n"
 
 
-def _accuracies(history: RunHistory) -> list[str]:
+def _scores(history: RunHistory) -> list[str]:
     rows = []
     for dataset in history.datasets:
-        curve = history.accuracy(dataset)
-        best = max(curve, key=lambda evaluation: evaluation.accuracy)
+        curve = history.scores(dataset)
+        best = max(curve, key=lambda score: score.value)
         rows.append(
             (
                 dataset,
-                f"{curve[0].accuracy:.3f}",
-                f"{curve[-1].accuracy:.3f} after {curve[-1].iteration}",
-                f"{best.accuracy:.3f} after {best.iteration}",
-                sparkline([evaluation.accuracy for evaluation in curve]),
+                history.measure(dataset),
+                f"{curve[0].value:.3f}",
+                f"{curve[-1].value:.3f} after {curve[-1].iteration}",
+                f"{best.value:.3f} after {best.iteration}",
+                sparkline([score.value for score in curve]),
             )
         )
     if not rows:
         return ["No held-out set was measured yet."]
-    return [_table(("held-out set", "first", "now", "best", ""), rows)]
+    return [_table(("held-out set", "measure", "first", "now", "best", ""), rows)]
 
 
 def _figures(history: RunHistory, metrics: dict[str, str]) -> list[str]:

@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlpipe.observe.charts import Series, histogram_shares, moving_average
-from rlpipe.observe.run_history import REWARD, RunHistory
+from rlpipe.observe.charts import FEW_POINTS, Series, histogram_shares, moving_average
+from rlpipe.observe.run_history import REWARD, SHARES, RunHistory, score_text
 
 INK = "#1c1b1a"
 SOFT = "#6f6b66"
@@ -25,11 +25,11 @@ COLOURS = ("#0b6e5f", "#c0712b", "#4a5fa8", "#8a4b7d", "#6b8f3a", "#b2452f")
 
 
 def write_figure(history: RunHistory, path: str | Path) -> Path:
-    """Draw held-out accuracy and reward of a run (PNG, 1600 x 640 pixels); return the path."""
+    """Draw held-out scores and reward of a run (PNG, 1600 x 640 pixels); return the path."""
     path = Path(path)
     figure = _new_figure(path, width=10, height=4)
     left, right = figure.subplots(1, 2)
-    _accuracy(left, history)
+    _held_out(left, history)
     _reward(right, history)
     _title(figure, _run_title(history), x=0.06)
     figure.subplots_adjust(left=0.06, right=0.985, top=0.78, bottom=0.13, wspace=0.16)
@@ -89,18 +89,25 @@ def _title(figure: Figure, text: str, x: float) -> None:
 def _run_title(history: RunHistory) -> str:
     if not history.evaluations:
         return history.run
-    curve = history.accuracy(history.datasets[0])
-    return f"{history.run}: {curve[0].accuracy:.0%} → {curve[-1].accuracy:.0%} held-out accuracy"
+    name = history.datasets[0]
+    measure = history.measure(name)
+    curve = history.scores(name)
+    before, after = (score_text(score.value, measure) for score in (curve[0], curve[-1]))
+    return f"{history.run}: {before} → {after} held-out {measure}"
 
 
-def _accuracy(axes: Axes, history: RunHistory) -> None:
-    _style(axes, "accuracy on held-out prompts")
+def _held_out(axes: Axes, history: RunHistory) -> None:
+    measures = {history.measure(dataset) for dataset in history.datasets}
+    # Sets with different measures share no unit, so their axis is the plain value.
+    measure = measures.pop() if len(measures) == 1 else "score"
+    _style(axes, f"{measure} on held-out prompts" if history.datasets else "no held-out prompts")
     axes.set_xlabel("iteration", fontsize=9, color=SOFT)
+    scale = 100 if measure in SHARES else 1
     for index, dataset in enumerate(history.datasets):
-        curve = history.accuracy(dataset)
+        curve = history.scores(dataset)
         axes.plot(
-            [evaluation.iteration for evaluation in curve],
-            [100 * evaluation.accuracy for evaluation in curve],
+            [score.iteration for score in curve],
+            [scale * score.value for score in curve],
             color=COLOURS[index % len(COLOURS)],
             linewidth=2.2,
             marker="o",
@@ -109,15 +116,29 @@ def _accuracy(axes: Axes, history: RunHistory) -> None:
         )
     if len(history.datasets) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+    if measure in SHARES:
+        # An axis from 0 to less than 1 % would repeat its labels.
+        highest = max(
+            (score.value for name in history.datasets for score in history.scores(name)),
+            default=0.0,
+        )
+        axes.set_ylim(bottom=0, top=1 if highest < 0.01 else None)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _reward(axes: Axes, history: RunHistory) -> None:
     _style(axes, "mean reward of sampled responses")
     axes.set_xlabel("iteration", fontsize=9, color=SOFT)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     rewards = history.series(REWARD)
-    if rewards:
+    if not rewards:
+        return
+    if len(rewards) <= FEW_POINTS:
+        axes.plot(
+            *zip(*rewards, strict=True), color=COLOURS[0], linewidth=2.2, marker="o", markersize=4.5
+        )
+    else:
         axes.plot(*zip(*rewards, strict=True), color=COLOURS[0], linewidth=1, alpha=0.3)
         axes.plot(*zip(*moving_average(rewards), strict=True), color=COLOURS[0], linewidth=2.2)
 

@@ -14,6 +14,13 @@ LOGPROB_DIFFERENCE = ("rollout/logprob_abs_diff/mean", "train/train_rollout_logp
 """Mean |rollout log-prob − trainer's log-prob|: of the batch before the first optimizer step, else
 of the loss."""
 
+ACCURACY = "accuracy"
+PASS_RATE = "pass rate"
+MEAN_REWARD = "mean reward"
+"""Measures of a held-out set."""
+SHARES = (ACCURACY, PASS_RATE)
+"""Measures that are shown in percent."""
+
 
 @dataclass(slots=True)
 class IterationRecord:
@@ -26,16 +33,29 @@ class IterationRecord:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Accuracy (mean reward, 0 to 1) on one held-out set.
+    """Rewards on one held-out set.
 
     `iteration` is the number of trained iterations; 0 is before training.
     """
 
     iteration: int
     dataset: str
-    accuracy: float
+    mean_reward: float
     n: int
     """Number of scored responses."""
+    binary: bool = True
+    """True if every reward is 0 or 1, so that the mean reward is an accuracy."""
+    passed: float | None = None
+    """Share of rewards of at least the set's `pass_threshold`; None if it is the default."""
+
+
+@dataclass(slots=True)
+class Score:
+    """One point of the curve of a held-out set, in the set's measure."""
+
+    iteration: int
+    value: float
+    n: int
 
 
 @dataclass(slots=True)
@@ -63,6 +83,10 @@ class RunHistory:
     """Further JSON-able numbers by name, such as `samples`, `response_tokens`, `seconds`."""
     other_seconds: dict[str, float] = field(default_factory=dict)
     """Total seconds outside iterations, by activity: `start`, `eval`, `checkpoint`."""
+    has_reference: bool = True
+    """False if no reference model was scored, so that a KL to it has no meaning."""
+    links: dict[str, str] = field(default_factory=dict)
+    """Title → address of other pages of the run, relative to the report's folder or absolute."""
     packages: dict[str, str] = field(default_factory=dict)
     """Package → version."""
     description: str = ""
@@ -74,8 +98,32 @@ class RunHistory:
         """Return the names of the held-out sets, in order of appearance."""
         return list(dict.fromkeys(evaluation.dataset for evaluation in self.evaluations))
 
-    def accuracy(self, dataset: str) -> list[Evaluation]:
-        """Return the evaluations of one set, in order."""
+    def measure(self, dataset: str) -> str:
+        """Return the name of the measure of one set: an accuracy only if it is one.
+
+        `ACCURACY` if all rewards are 0 or 1, `PASS_RATE` if a threshold is given, else
+        `MEAN_REWARD`.
+        """
+        evaluations = self._of(dataset)
+        if all(evaluation.binary for evaluation in evaluations):
+            return ACCURACY
+        if all(evaluation.passed is not None for evaluation in evaluations):
+            return PASS_RATE
+        return MEAN_REWARD
+
+    def scores(self, dataset: str) -> list[Score]:
+        """Return the curve of one set in its measure, in order."""
+        passes = self.measure(dataset) == PASS_RATE
+        return [
+            Score(
+                evaluation.iteration,
+                (evaluation.passed or 0.0) if passes else evaluation.mean_reward,
+                evaluation.n,
+            )
+            for evaluation in self._of(dataset)
+        ]
+
+    def _of(self, dataset: str) -> list[Evaluation]:
         return [evaluation for evaluation in self.evaluations if evaluation.dataset == dataset]
 
     def series(self, metric: str) -> list[tuple[int, float]]:
@@ -107,3 +155,11 @@ class RunHistory:
         """Return the median over iterations of the sum of stage seconds; None without any."""
         sums = [sum(record.seconds.values()) for record in self.iterations if record.seconds]
         return statistics.median(sums) if sums else None
+
+
+def score_text(value: float, measure: str) -> str:
+    """Return a score as text: a share in percent, a mean reward with three digits."""
+    if measure not in SHARES:
+        return f"{value:.3g}"
+    # 0.4 % and 0 % are different results.
+    return f"{value:.1%}" if 0 < value < 0.01 else f"{value:.0%}"

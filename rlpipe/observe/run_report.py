@@ -1,38 +1,55 @@
 """Write the HTML report of one run: `report.html`.
 
-The first screen shows accuracy before and after, its curve, and the totals. Further sections:
-training curves, time per stage, log-prob difference of trainer and engine, samples before and
-after, and the configuration. A section without data is omitted. Entry points: `write_report`,
-`render`.
+The first screen shows the held-out score before and after, its curve, and the totals. The score is
+an accuracy if all rewards are 0 or 1, else a mean reward. Further sections: training curves, time
+per stage, log-prob difference of trainer and engine, samples before and after, and the
+configuration. A section without data is omitted. Entry points: `write_report`, `render`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlpipe.observe.charts import line_chart, number, shares
-from rlpipe.observe.pages import html_page, write_whole
-from rlpipe.observe.progress import duration
-from rlpipe.observe.run_history import REWARD, RunHistory, SampleChange
+from rlpipe.observe.charts import FEW_POINTS, line_chart, number, shares
+from rlpipe.observe.pages import html_page, navigation, write_whole
+from rlpipe.observe.run_history import (
+    PASS_RATE,
+    REWARD,
+    SHARES,
+    RunHistory,
+    SampleChange,
+    Score,
+    score_text,
+)
 from rlpipe.observe.summary import stage_table
+from rlpipe.observe.terminal import duration
 
+KL = "train/kl_loss"
 CURVES = (
     ("rollout/response_len/mean", "Response length", "tokens, mean"),
     ("rollout/truncated_ratio", "Truncated", "share of responses that hit the length limit"),
     ("train/entropy", "Entropy", "of the policy, mean per token"),
     ("train/grad_norm", "Gradient norm", "before clipping"),
-    ("train/kl_loss", "KL to the reference", "estimate, mean per token"),
+    (KL, "KL to the reference", "estimate, mean per token"),
     ("train/clipfrac", "Clipped", "share of tokens whose ratio was clipped"),
     ("perf/rollout_tokens_per_s", "Sampling speed", "response tokens per second"),
     ("train/loss", "Loss", "of the last optimizer step"),
 )
 """Small charts: metric, title, unit. Charts without data are omitted."""
 
-SHOWN_ELSEWHERE = ("iterations", "accuracy_before", "accuracy_after")
+SHOWN_ELSEWHERE = ("iterations", "accuracy_before", "accuracy_after", "held_out_measure")
 """Totals that another part of the first screen shows."""
+LABELS = {
+    "seconds": "in all",
+    "rollout_tokens_per_s": "tokens sampled per second",
+    "train_tokens_per_s": "tokens trained per second",
+    "orchestration_s_per_iteration": "between stages, per iteration",
+    "max_logprob_difference": "largest log-prob difference of one token",
+}
+"""Total → label. Other totals have their name in words."""
 
 
 def write_report(history: RunHistory, path: str | Path) -> Path:
@@ -51,54 +68,91 @@ def _header(history: RunHistory) -> str:
     description = f"<p>{escape(history.description)}</p>" if history.description else ""
     return (
         f'<header><div class="eyebrow">rlpipe run · {escape(history.status)}</div>'
-        f"<h1>{escape(history.run)}</h1>{description}</header>"
+        f"<h1>{escape(history.run)}</h1>{description}{navigation(history.links)}</header>"
     )
 
 
 def _hero(history: RunHistory) -> str:
-    """Return the accuracy of the first held-out set before and after, and curves of all sets."""
+    """Return the score of the first held-out set before and after, and curves of all sets like it.
+
+    Other sets are among the training curves.
+    """
     if not history.evaluations:
         return _reward_hero(history)
-    first = history.accuracy(history.datasets[0])
-    before = first[0]
-    after = first[-1]
-    gain = round((after.accuracy - before.accuracy) * 100, 1)
-    big = f'<span class="to">{after.accuracy:.0%}</span>'
-    if len(first) > 1:
-        big = f'<span class="from">{before.accuracy:.0%}</span><span class="arrow">→</span>{big}'
-        big += f'</div><div class="gain{" down" if gain < 0 else ""}">{gain:+.1f} points'
+    dataset = history.datasets[0]
+    measure = history.measure(dataset)
+    scores = history.scores(dataset)
     period = "before and after training"
-    if before.iteration != 0:
-        period = f"from iteration {before.iteration} on"
-    dataset = escape(history.datasets[0])
-    meaning = f"accuracy on {after.n:,} held-out responses ({dataset}), {period}"
+    if scores[0].iteration != 0:
+        period = f"from iteration {scores[0].iteration} on"
+    elif len(scores) == 1:
+        period = "before training"
+    explained = (
+        f"{measure} (rewards of at least pass_threshold)" if measure == PASS_RATE else measure
+    )
+    meaning = f"{explained} on {scores[-1].n:,} held-out responses ({escape(dataset)}), {period}"
     curves = {
-        name: [(point.iteration, point.accuracy) for point in history.accuracy(name)]
+        name: _points(history.scores(name))
         for name in history.datasets
+        if history.measure(name) == measure
     }
-    chart = line_chart(curves, percent=True, floor=0.0, dots=True)
+    chart = line_chart(curves, percent=measure in SHARES, floor=0.0, dots=True)
     keys = "" if len(curves) < 2 else " " + _keys(curves)
-    return _hero_card(big, meaning, chart, f"held-out accuracy over iterations{keys}")
+    caption = f"held-out {measure} over iterations{keys}"
+    return _hero_card(_change(scores, measure), meaning, chart, caption)
+
+
+def _points(scores: Sequence[Score]) -> list[tuple[int, float]]:
+    return [(score.iteration, score.value) for score in scores]
+
+
+def _change(scores: Sequence[Score], measure: str) -> str:
+    """Return the large figures: first and last score, and their difference."""
+    before = scores[0].value
+    after = scores[-1].value
+    text = score_text(after, measure)
+    if len(scores) == 1:
+        return f'<div class="big"><span class="to">{text}</span></div>'
+    if measure in SHARES:
+        gain = round((after - before) * 100, 1)
+        gained = f"{gain:+.1f} points" if gain else "no change"
+    else:
+        gain = after - before
+        gained = f"{'+' if gain > 0 else ''}{number(gain)}" if gain else "no change"
+    return _from_to(score_text(before, measure), text, gain) + _gain(gained, gain)
+
+
+def _from_to(before: str, after: str, gain: float) -> str:
+    worse = " worse" if gain < 0 else " same" if gain == 0 else ""
+    return (
+        f'<div class="big"><span class="from">{before}</span><span class="arrow">→</span>'
+        f'<span class="to{worse}">{after}</span></div>'
+    )
+
+
+def _gain(text: str, gain: float) -> str:
+    kind = " down" if gain < 0 else " same" if gain == 0 else ""
+    return f'<div class="gain{kind}">{text}</div>'
 
 
 def _reward_hero(history: RunHistory) -> str:
     rewards = history.series(REWARD)
     if not rewards:
         return ""
-    first = number(rewards[0][1])
-    last = number(rewards[-1][1])
-    big = (
-        f'<span class="from">{first}</span><span class="arrow">→</span>'
-        f'<span class="to">{last}</span>'
-    )
-    meaning = "mean reward of the first and the last iteration"
+    first = rewards[0][1]
+    last = rewards[-1][1]
     chart = line_chart({"reward": rewards}, smooth=True)
+    if len(rewards) == 1:
+        big = f'<div class="big"><span class="to">{number(last)}</span></div>'
+        return _hero_card(big, "mean reward of the only iteration", chart, "reward over iterations")
+    big = _from_to(number(first), number(last), last - first)
+    meaning = "mean reward of the first and the last iteration"
     return _hero_card(big, meaning, chart, "reward over iterations")
 
 
 def _hero_card(big: str, meaning: str, chart: str, caption: str) -> str:
     return (
-        f'<section class="card hero"><div><div class="big">{big}</div>'
+        f'<section class="card hero"><div>{big}'
         f'<p class="what">{meaning}</p></div>'
         f"<figure>{chart}<figcaption>{caption}</figcaption></figure></section>"
     )
@@ -128,18 +182,22 @@ def _total_text(name: str, value: Any) -> str:
 
 
 def _total_label(name: str) -> str:
-    """Return a total's name in words, without the suffix of its unit."""
+    """Return a total's label: from `LABELS`, else its name in words without its unit."""
+    if name in LABELS:
+        return LABELS[name]
     name = name.replace("_s_per_", "_per_") if name.endswith("_s_per_iteration") else name
     name = f"{name[:-6]}_per_second" if name.endswith("_per_s") else name.removesuffix("_s")
-    return "in all" if name == "seconds" else name.replace("_", " ")
+    return name.replace("_", " ")
 
 
 def _training(history: RunHistory) -> str:
-    cards = []
+    cards = [_other_set(history, name) for name in _other_sets(history)]
     if history.evaluations and (rewards := history.series(REWARD)):
         chart = line_chart({"reward": rewards}, width=320, height=190, smooth=True)
         cards.append(_curve("Reward", "mean of the sampled responses", chart))
     for metric, title, unit in CURVES:
+        if metric == KL and not history.has_reference:
+            continue
         # The loss has both signs; the axes of the other curves include 0.
         floor = None if metric == "train/loss" else 0.0
         chart = line_chart(
@@ -149,8 +207,26 @@ def _training(history: RunHistory) -> str:
             cards.append(_curve(title, unit, chart))
     if not cards:
         return ""
-    legend = "Faint: every iteration. Bold: the moving average over a tenth of the run."
-    return f'<h2>Training</h2><p>{legend}</p><div class="grid2">{"".join(cards)}</div>'
+    legend = ""
+    if len(history.iterations) > FEW_POINTS:
+        legend = "<p>Faint: every iteration. Bold: the moving average over a twentieth of the run."
+        legend += "</p>"
+    return f'<h2>Training</h2>{legend}<div class="grid2">{"".join(cards)}</div>'
+
+
+def _other_sets(history: RunHistory) -> list[str]:
+    """Return the held-out sets with another measure than the first set."""
+    datasets = history.datasets
+    return [name for name in datasets if history.measure(name) != history.measure(datasets[0])]
+
+
+def _other_set(history: RunHistory, name: str) -> str:
+    measure = history.measure(name)
+    curve = {name: _points(history.scores(name))}
+    chart = line_chart(
+        curve, width=320, height=190, percent=measure in SHARES, floor=0.0, dots=True
+    )
+    return _curve(f"Held-out: {name}", measure, chart)
 
 
 def _curve(title: str, unit: str, chart: str) -> str:
@@ -167,7 +243,7 @@ def _stages(history: RunHistory) -> str:
     rows = "".join(
         f'<tr><td><span class="key b{index % 8}"></span>{escape(stage)}</td>'
         f'<td class="n">{_seconds(row["median"])}</td><td class="n">{_seconds(row["total"])}</td>'
-        f'<td class="n">{row["share"]:.0%}</td></tr>'
+        f'<td class="n">{_share(row["share"] or 0.0)}</td></tr>'
         for index, (stage, row) in enumerate(table.items())
     )
     bar = shares({stage: row["total"] or 0.0 for stage, row in table.items()})
@@ -177,6 +253,10 @@ def _stages(history: RunHistory) -> str:
         "<h2>Where the time went</h2><p>Wall time of each stage.</p>"
         f'<div class="card">{bar}<table><tr><th>stage</th>{cells}</tr>{rows}</table></div>'
     )
+
+
+def _share(value: float) -> str:
+    return "&lt;1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
 def _seconds(value: float | None) -> str:
@@ -193,7 +273,7 @@ def _agreement(history: RunHistory) -> str:
     explanation = (
         "Mean absolute difference between the rollout log-probs of the engine and the log-probs "
         "of the trainer for the same tokens. It is small while both have the same weights. "
-        f"Largest: {number(largest)}."
+        f'Largest mean of an iteration: <span class="figure">{number(largest)}</span>.'
     )
     return (
         f"<h2>Do trainer and engine agree?</h2><p>{explanation}</p>"
@@ -226,7 +306,7 @@ def _cell(text: str, reward: float | None = None) -> str:
         return f'<td><div class="text">{escape(text)}</div></td>'
     correct = reward >= 1
     mark = ("✓" if correct else "✗") if reward in (0, 1) else number(reward)
-    kind = "right" if correct else "wrong"
+    kind = "right" if correct else "wrong" if reward <= 0 else "partly"
     return f'<td><div class="text"><span class="mark {kind}">{mark}</span>{escape(text)}</div></td>'
 
 

@@ -18,9 +18,10 @@ from rlpipe.observe.run_history import REWARD, RunHistory
 def summarise(history: RunHistory) -> dict[str, Any]:
     """Return the results as a JSON-able object. NaN and infinity become null.
 
-    Keys: run, status, iterations, accuracy {dataset: before, after, best, n, curve}, reward {first,
-    last, best}, seconds_per_iteration (median), seconds_per_stage {stage: total, median, share},
-    train_rollout_logprob_abs_diff {mean, max}, packages, and those of `totals`.
+    Keys: run, status, iterations, accuracy {dataset: measure, before, after, best, n, curve},
+    reward {first, last, best}, seconds_per_iteration (median), seconds_per_stage {stage: total,
+    median, share}, train_rollout_logprob_abs_diff {mean, max}, packages, and those of `totals`.
+    `measure` is `accuracy` only if all rewards are 0 or 1 (`RunHistory.measure`).
     """
     figures = {
         "run": history.run,
@@ -64,13 +65,14 @@ def write_summary(history: RunHistory, path: str | Path) -> Path:
 
 
 def _accuracy(history: RunHistory, dataset: str) -> dict[str, Any]:
-    curve = history.accuracy(dataset)
+    curve = history.scores(dataset)
     return {
-        "before": curve[0].accuracy if curve[0].iteration == 0 else None,
-        "after": curve[-1].accuracy,
-        "best": max(evaluation.accuracy for evaluation in curve),
+        "measure": history.measure(dataset),
+        "before": curve[0].value if curve[0].iteration == 0 else None,
+        "after": curve[-1].value,
+        "best": max(score.value for score in curve),
         "n": curve[-1].n,
-        "curve": [[evaluation.iteration, evaluation.accuracy] for evaluation in curve],
+        "curve": [[score.iteration, score.value] for score in curve],
     }
 
 

@@ -11,7 +11,7 @@ def test_the_page_has_learning_health_and_times():
     page = overview(example_history())
     learning, healthy, times = (part.partition("\n")[2] for part in page.split("## ")[1:])
     assert (
-        "| heldout | 0.360 | 0.740 after 300 | 0.740 after 300 |" in learning
+        "| heldout | accuracy | 0.360 | 0.740 after 300 | 0.740 after 300 |" in learning
         and "| reward | 0.3" in learning
     )
     assert "| gradient norm |" in healthy and "cut-off" not in healthy, (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from html.parser import HTMLParser
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.observe.charts import line_chart, moving_average, number, shares
+from rlpipe.observe.charts import line_chart, moving_average, number, shares, tick_labels
 from rlpipe.observe.pictures import write_figure
 from rlpipe.observe.run_history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
 from rlpipe.observe.run_report import render, write_report
@@ -77,11 +78,7 @@ def test_the_page_has_the_result_and_every_section():
 
 def test_the_page_has_no_requests_and_no_scripts():
     parser = outline(render(example_history()))
-    assert not [
-        value
-        for name, value in parser.attributes
-        if name in ("src", "href") or name.startswith("on")
-    ]
+    assert not [name for name, _ in parser.attributes if name == "src" or name.startswith("on")]
     assert "<script" not in render(example_history())
     assert not re.search(r"url\(|@import|https?://", render(example_history()))
 
@@ -125,9 +122,9 @@ def test_totals_are_labelled_in_words_and_objects_are_omitted():
     for part in (
         "1,200",
         "1,845",
-        "rollout tokens per second",
+        "tokens sampled per second",
         "0.12 s",
-        "orchestration per iteration",
+        "between stages, per iteration",
     ):
         assert part in text
     assert "by stage" not in text
@@ -141,6 +138,91 @@ def test_a_decrease_of_accuracy_is_marked():
     page = render(history)
     assert "-10.0 points" in page
     assert "gain down" in page
+
+
+def test_the_page_links_to_the_samples_and_to_the_flow_run():
+    address = "http://127.0.0.1:4200/runs/flow-run/1"
+    page = render(RunHistory("r", links={"Samples": "samples.html", "Prefect run": address}))
+    assert '<a href="samples.html">Samples</a>' in page
+    assert f'<a href="{address}" title="Opens while this Prefect server runs.">' in page
+    assert "<nav" not in render(RunHistory("r"))
+
+
+def scored(*scores: float, **rest: object) -> RunHistory:
+    evaluations = [
+        Evaluation(k, "a", score, 64, **rest)  # type: ignore[arg-type]
+        for k, score in enumerate(scores)
+    ]
+    return RunHistory("r", evaluations=evaluations)
+
+
+def test_a_mean_reward_is_not_called_accuracy():
+    text = outline(render(scored(-0.5, 1.25, binary=False))).text
+    assert "mean reward on 64 held-out responses" in text
+    assert "+1.75" in text and "1.25" in text
+    assert "accuracy" not in text and "%" not in text
+
+
+def test_a_given_threshold_makes_a_pass_rate():
+    history = scored(0.4, 0.6, binary=False, passed=0.25)
+    text = outline(render(history)).text
+    assert "pass rate (rewards of at least pass_threshold)" in text
+    assert "25%" in text and "no change" in text
+
+
+def test_a_set_is_an_accuracy_only_if_every_evaluation_is():
+    history = scored(0.0, 0.3)
+    history.evaluations[1].binary = False
+    assert history.measure("a") == "mean reward", (
+        "the rewards of an untrained model are often all 0"
+    )
+
+
+def test_sets_with_another_measure_have_a_chart_of_their_own():
+    history = scored(0.2, 0.5)
+    history.evaluations += [Evaluation(k, "shaped", 2.5 + k, 8, binary=False) for k in (0, 1)]
+    text = outline(render(history)).text
+    assert "Held-out: shaped" in text and "mean reward" in text
+    assert "held-out accuracy over iterations" in text
+
+
+def test_a_worse_result_is_not_shown_as_a_good_one():
+    worse = render(scored(0.5, 0.4))
+    assert 'class="to worse"' in worse and 'class="gain down"' in worse
+    better = render(scored(0.4, 0.5))
+    assert 'class="to"' in better and 'class="gain"' in better
+    rewards = [IterationRecord(k, {REWARD: 1.0 - k}) for k in range(2)]
+    assert 'class="to worse"' in render(RunHistory("r", rewards))
+
+
+def test_a_run_without_a_reference_has_no_kl_to_it():
+    records = [IterationRecord(k, {"train/kl_loss": 0.1}) for k in range(3)]
+    assert "KL to the reference" in render(RunHistory("r", records))
+    assert "KL to the reference" not in render(RunHistory("r", records, has_reference=False))
+
+
+def test_the_largest_differences_of_a_token_and_of_an_iteration_have_distinct_names():
+    records = [IterationRecord(k, {"rollout/logprob_abs_diff/mean": 2e-6}) for k in range(3)]
+    text = outline(render(RunHistory("r", records, totals={"max_logprob_difference": 3e-5}))).text
+    assert "3e-5largest log-prob difference of one token" in text
+    assert "Largest mean of an iteration: 2e-6." in text
+
+
+def test_a_chart_of_zeros_says_so():
+    records = [IterationRecord(k, {"train/clipfrac": 0.0}) for k in range(3)]
+    page = render(RunHistory("r", records))
+    assert "Every value is 0." in page and "<svg" not in page
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 8])
+def test_a_short_run_shows_its_points(iterations: int):
+    page = render(example_history(iterations))
+    assert page.count('class="dot s0"') >= 6 * iterations
+    assert "moving average" not in page
+
+
+def test_the_page_of_a_long_run_is_bounded():
+    assert len(render(example_history(20_000))) < 250_000
 
 
 def test_files_are_written_atomically_into_new_folders(tmp_path):
@@ -179,6 +261,41 @@ def test_the_x_axis_has_2_to_9_marks_for_any_number_of_iterations(span):
     assert marks[0] == "0"
     assert 2 <= len(marks) <= 9
     assert len(set(marks)) == len(marks)
+
+
+@given(
+    st.lists(st.floats(-1e9, 1e9) | st.floats(-1e-6, 1e-6) | st.floats(0, 1), min_size=1),
+    st.booleans(),
+    st.sampled_from([None, 0.0]),
+)
+def test_no_label_of_the_y_axis_occurs_twice(
+    numbers: list[float], percent: bool, floor: float | None
+):
+    chart = line_chart({"x": list(enumerate(numbers))}, percent=percent, floor=floor)
+    labels = re.findall(r'text-anchor="end">([^<]*)<', chart)
+    assert len(set(labels)) == len(labels)
+
+
+def test_ticks_have_as_many_digits_as_they_need():
+    assert tick_labels([0.0, 0.005, 0.01], percent=True) == ["0%", "0.5%", "1.0%"]
+    assert tick_labels([1.0001, 1.0002]) == ["1.0001", "1.0002"]
+    assert tick_labels([0.0, 2.5e-7, 5e-7]) == ["0", "2.5e-7", "5.0e-7"]
+    assert tick_labels([0.0, 500.0, 1000.0]) == ["0", "500", "1,000"]
+
+
+def test_labels_of_a_narrow_x_axis_do_not_overlap():
+    chart = line_chart({"x": [(k, float(k)) for k in range(0, 2001, 500)]}, width=320)
+    marks = [float(x) for x in re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle"', chart)]
+    assert len(marks) >= 3
+    assert all(right - left >= 50 for left, right in itertools.pairwise(marks))
+
+
+def test_a_long_curve_is_a_band_with_its_moving_average():
+    points = [(k, math.sin(k)) for k in range(5000)]
+    chart = line_chart({"x": points}, smooth=True)
+    assert 'class="band f0"' in chart and "faint" not in chart
+    assert "<title>mean of iterations 0 to 82:" in chart
+    assert len(chart) < 30_000
 
 
 def test_a_chart_without_values_is_empty():

@@ -50,6 +50,7 @@ def test_without_an_evaluation_before_training_before_is_null():
         "r", evaluations=[Evaluation(5, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)]
     )
     assert summarise(history)["accuracy"]["a"] == {
+        "measure": "accuracy",
         "before": None,
         "after": 0.4,
         "best": 0.5,
