@@ -1,24 +1,33 @@
 """Write the HTML page of samples: `write_viewer`.
 
-A group is a prompt with its responses. A response has its reward, reward parts and tokens. Radio
-buttons colour the tokens by advantage or by the log-prob difference of engine and trainer; colours
-are relative to the largest value on the page. The tooltip of a token has all its values.
-`rlpipe.lineage.token_rows` reads the samples.
+A set holds the samples of one iteration or of one evaluation. The page shows a set at a time and
+moves between sets; filters by reward, status, outcome, length and text; compares the responses to
+one prompt in two sets; and colours tokens by advantage or by the log-prob difference of engine and
+trainer. It opens with the groups whose rewards differ: only they have a training signal.
+`viewer.js` draws the page from the data that this module embeds as JSON.
+
+The page is one file of bounded size: a long response keeps its first and last tokens.
+`rlpipe.lineage.sample_sets` chooses the samples and `rlpipe.lineage.token_rows` reads them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from rlpipe.observe.charts import number
-from rlpipe.observe.pages import html_page, write_whole
+from rlpipe.observe.pages import asset, html_page, navigation, write_whole
 
-LEVELS = 9
-"""Number of shades of a colour."""
+END_TOKENS = 512
+"""Tokens that are shown of each end of a longer response."""
+NO_SCRIPT = (
+    "<noscript><p>This page needs JavaScript. It loads nothing from anywhere.</p></noscript>"
+)
 
 
 @dataclass(frozen=True)
@@ -44,126 +53,160 @@ class ShownSample:
     error: str | None = None
     status: str = "completed"
     fate: str = ""
-    """Outcome of its group: trained, dropped with a reason, or buffered."""
+    """Outcome of its group: trained, dropped with a reason, buffered or evaluated."""
 
 
-def write_viewer(title: str, about: str, samples: Sequence[ShownSample], path: str | Path) -> Path:
-    """Write the page atomically and return its path."""
-    return write_whole(Path(path), render(title, about, samples))
+@dataclass(frozen=True)
+class ShownSet:
+    """Samples of one iteration, or of one evaluation. Samples of a group are adjacent."""
+
+    name: str
+    """Such as `iteration 12`."""
+    samples: Sequence[ShownSample]
+    total: int
+    """Number of samples that are stored; the page may show fewer."""
 
 
-def render(title: str, about: str, samples: Sequence[ShownSample]) -> str:
+def write_viewer(
+    title: str,
+    about: str,
+    sets: Sequence[ShownSet],
+    path: str | Path,
+    *,
+    links: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the page atomically and return its path. `links`: title → address of other pages."""
+    return write_whole(Path(path), render(title, about, sets, links=links))
+
+
+def render(
+    title: str,
+    about: str,
+    sets: Sequence[ShownSet],
+    *,
+    links: Mapping[str, str] | None = None,
+) -> str:
     """Return the page as HTML."""
-    scales = (
-        _largest(sample.advantages for sample in samples),
-        _largest(sample.differences for sample in samples),
-    )
-    groups = "\n".join(
-        _group(group, list(members), scales)
-        for group, members in groupby(samples, key=lambda sample: sample.group)
-    )
     header = (
         f'<header><div class="eyebrow">rlpipe samples</div><h1>{escape(title)}</h1>'
-        f"<p>{escape(about)}</p></header>"
+        f"<p>{escape(about)}</p>{navigation(links or {})}</header>"
     )
-    body = f"{header}\n{_colour_chooser(scales)}\n{groups or '<p>There are no samples.</p>'}"
+    data = json.dumps(_page(sets), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # "<" is the only character that could end or change the script element.
+    embedded = data.replace("<", "\\u003c")
+    body = (
+        f'{header}\n{NO_SCRIPT}<div id="viewer"></div>\n'
+        f'<script type="application/json" id="data">{embedded}</script>\n'
+        f"<script>\n{asset('viewer.js')}</script>"
+    )
     return html_page(f"{title} · samples", body, styles=("report.css", "viewer.css"))
 
 
+def _page(sets: Sequence[ShownSet]) -> dict[str, Any]:
+    """Return the data of the page: sets of groups of samples, and each prompt once."""
+    prompts: dict[str, int] = {}
+    samples = [sample for one in sets for sample in one.samples]
+    return {
+        "sets": [
+            {
+                "name": one.name,
+                "total": one.total,
+                "groups": [
+                    _group(group, list(members), prompts)
+                    for group, members in groupby(one.samples, key=lambda sample: sample.group)
+                ],
+            }
+            for one in sets
+        ],
+        "first": _opening(sets),
+        # After the groups, which number the prompts.
+        "prompts": list(prompts),
+        "largest": {
+            "advantage": _largest(sample.advantages for sample in samples),
+            "difference": _largest(sample.differences for sample in samples),
+        },
+    }
+
+
+def _opening(sets: Sequence[ShownSet]) -> int:
+    """Return the number of the newest set with a group whose rewards differ, else of the newest."""
+    differing = [number for number, one in enumerate(sets) if _differs(one.samples)]
+    return (differing or [max(0, len(sets) - 1)])[-1]
+
+
+def _differs(samples: Sequence[ShownSample]) -> bool:
+    groups = groupby(samples, key=lambda sample: sample.group)
+    return any(len({sample.reward for sample in members}) > 1 for _, members in groups)
+
+
 def _largest(columns: Iterable[Sequence[float] | None]) -> float:
-    return max((abs(value) for column in columns if column for value in column), default=0.0)
+    values = (abs(value) for column in columns if column for value in column)
+    return _short(max((value for value in values if math.isfinite(value)), default=0.0)) or 0.0
 
 
-def _colour_chooser(scales: tuple[float, float]) -> str:
-    """Return the radio buttons and the legends of their colours."""
-    # CSS alone shows and hides the colours, so the page needs no script.
-    advantage, difference = (number(scale) for scale in scales)
-    return (
-        '<div class="chooser" role="radiogroup" aria-label="colour tokens by">'
-        '<label><input type="radio" name="by" id="by-advantage" checked>advantage</label>'
-        '<label><input type="radio" name="by" id="by-difference">log-prob, engine − trainer</label>'
-        '<label><input type="radio" name="by" id="by-nothing">plain</label>'
-        f'<span class="legend of-advantage">{_legend(advantage)}</span>'
-        f'<span class="legend of-difference">{_legend(difference)}</span></div>'
-    )
-
-
-def _legend(scale: str) -> str:
-    swatches = "".join(f'<i class="an{level} dn{level}"></i>' for level in range(LEVELS, 0, -2))
-    swatches += "".join(f'<i class="ap{level} dp{level}"></i>' for level in range(1, LEVELS + 1, 2))
-    # A column of zeros has no colours to explain.
-    return f"<b>−{scale}</b>{swatches}<b>+{scale}</b>" if scale != "0" else "<b>0 everywhere</b>"
-
-
-def _group(group: str, samples: list[ShownSample], scales: tuple[float, float]) -> str:
+def _group(group: str, samples: list[ShownSample], prompts: dict[str, int]) -> dict[str, Any]:
     first = samples[0]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    mean = f"mean reward {number(sum(rewards) / len(rewards))}, " if rewards else ""
-    label = ""
-    if first.label is not None:
-        label = f'<p class="label">expected: <span>{escape(first.label)}</span></p>'
-    cards = "".join(_sample(sample, scales) for sample in samples)
-    return (
-        f'<section class="group"><h2>{escape(group)}</h2>'
-        f"<p>{mean}{len(samples)} samples, {escape(first.fate)}</p>"
-        f'<div class="prompt text">{escape(first.prompt)}</div>{label}{cards}</section>'
-    )
+    number = prompts.setdefault(first.prompt, len(prompts))
+    entry = {
+        "id": group,
+        "prompt": number,
+        "fate": first.fate,
+        "samples": [_sample(sample) for sample in samples],
+    }
+    return entry | ({"label": first.label} if first.label is not None else {})
 
 
-def _sample(sample: ShownSample, scales: tuple[float, float]) -> str:
-    """Return the card of a response: reward, parts and tokens."""
-    reward = "–" if sample.reward is None else number(sample.reward)
-    kind = "" if sample.reward is None else " right" if sample.reward > 0 else " wrong"
-    parts = "".join(
-        f"<div>{escape(name)} {number(value)}</div>" for name, value in sample.parts.items()
-    )
-    facts = [f"{len(sample.ids)} tokens"]
-    if sample.status != "completed":
-        facts.append(sample.status)
-    versions = sorted(set(sample.versions))
-    if versions:
-        last = f"…{versions[-1]}" if len(versions) > 1 else ""
-        facts.append(f"weights {versions[0]}{last}")
-    error = f'<div class="wrong">{escape(sample.error)}</div>' if sample.error else ""
-    tokens = "".join(_token(sample, position, scales) for position in range(len(sample.ids)))
-    return (
-        '<article class="card sample"><div class="score">'
-        f'<b class="reward{kind}">{reward}</b>{parts}'
-        f"<div>#{sample.index}</div><div>{', '.join(facts)}</div>{error}</div>"
-        f'<div class="text tokens">{tokens}</div></article>'
-    )
+def _sample(sample: ShownSample) -> dict[str, Any]:
+    """Return a response without the keys that have no value."""
+    num_tokens = len(sample.ids)
+    cut = num_tokens > 2 * END_TOKENS
+    entry: dict[str, Any] = {
+        "index": sample.index,
+        "reward": _short(sample.reward),
+        "status": sample.status,
+        "tokens": num_tokens,
+        "texts": _ends(sample.texts),
+        "ids": _ends(sample.ids),
+        "cut": num_tokens - 2 * END_TOKENS if cut else 0,
+        "parts": {name: _short(value) for name, value in sample.parts.items()},
+        "error": sample.error,
+        "versions": _run_lengths(_ends(sample.versions)),
+    }
+    for name, column in (
+        ("logProbs", sample.log_probs),
+        ("advantages", sample.advantages),
+        ("differences", sample.differences),
+    ):
+        if column:
+            entry[name] = _constant_or_list([_short(value) for value in _ends(column)])
+    if sample.mask is not None:
+        entry["masked"] = [position for position, loss in enumerate(_ends(sample.mask)) if not loss]
+    return {name: value for name, value in entry.items() if value not in (None, [], {}, 0)} | {
+        "index": sample.index,
+        "reward": entry["reward"],
+        "tokens": num_tokens,
+    }
 
 
-def _token(sample: ShownSample, position: int, scales: tuple[float, float]) -> str:
-    advantage = sample.advantages[position] if sample.advantages else None
-    difference = sample.differences[position] if sample.differences else None
-    classes = [*_shade("a", advantage, scales[0]), *_shade("d", difference, scales[1])]
-    masked = sample.mask is not None and not sample.mask[position]
-    if masked:
-        classes.append("masked")
-    facts = [f"{sample.ids[position]}"]
-    if sample.log_probs is not None:
-        facts.append(f"log-prob {number(sample.log_probs[position])}")
-    if difference is not None:
-        facts.append(f"engine − trainer {number(difference)}")
-    if advantage is not None:
-        facts.append(f"advantage {number(advantage)}")
-    if sample.versions:
-        facts.append(f"weights {sample.versions[position]}")
-    if masked:
-        facts.append("not in the loss")
-    kind = f' class="{" ".join(classes)}"' if classes else ""
-    # A visible sign for line ends: a token of only a line end would be invisible.
-    text = sample.texts[position].replace("\n", "⏎\n")
-    return f'<i{kind} title="{escape(" · ".join(facts))}">{escape(text)}</i>'
+def _ends(column: Sequence[Any]) -> list[Any]:
+    """Return the entries of the shown tokens: all, or those of both ends."""
+    if len(column) <= 2 * END_TOKENS:
+        return list(column)
+    return [*column[:END_TOKENS], *column[-END_TOKENS:]]
 
 
-def _shade(name: str, value: float | None, largest: float) -> list[str]:
-    """Return the CSS class of a value's colour, such as `ap9` for the largest positive advantage.
+def _constant_or_list(values: list[float | None]) -> float | list[float | None] | None:
+    """Return the value that all tokens share, such as GRPO's advantage, else the list."""
+    return values[0] if len(set(values)) == 1 else values
 
-    Empty for a value that rounds to no shade.
-    """
-    if not value or not largest:
-        return []
-    level = round(abs(value) / largest * LEVELS)
-    return [f"{name}{'p' if value > 0 else 'n'}{level}"] if level else []
+
+def _run_lengths(values: Sequence[int]) -> list[list[int]]:
+    """Return `[count, value]` of each run of equal values."""
+    return [[len(list(run)), value] for value, run in groupby(values)]
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with four digits. JSON has no NaN or infinity: None."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}")

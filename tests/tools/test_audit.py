@@ -102,8 +102,15 @@ def test_an_audit_needs_no_permission_to_write(
 def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_path: Path):
     assert tool("view", "--out", f"{tmp_path}/page.html", "--samples", "3", run="run@0") == 0
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<article") == 2, "whole groups only"
-    assert "prompt of run:00000000" in page and "<script" not in page and "log-prob -0.5" in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    (shown,) = data["sets"]
+    assert (shown["name"], [len(group["samples"]) for group in shown["groups"]]) == (
+        "iteration 0",
+        [2],
+    ), "whole groups only"
+    assert shown["total"] > 2
+    assert "prompt of run:00000000" in data["prompts"]
+    assert shown["groups"][0]["samples"][0]["logProbs"] == [-0.5, -0.25, -0.125]
 
 
 @pytest.mark.parametrize(
