@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -214,9 +214,10 @@ class Progress:
         """Yield the rows of the block."""
         now = self._clock()
         stage = self._stage
-        rows = [(self.run, self._done, self.total, self._run_values(now))]
+        rows = [_Bar(self.run, self._done, self.total, self._run_values(now))]
         if stage is not None:
-            rows.append((f"  {stage.name}", stage.done, stage.total, _stage_values(stage, now)))
+            values = _stage_values(stage, now)
+            rows.append(_Bar(f"  {stage.name}", stage.done, stage.total, values))
         run_bar, *stage_bars = _bars(rows, options.max_width)
         yield run_bar
         curve = [] if options.ascii_only else self._curve
@@ -229,23 +230,36 @@ class Progress:
         return "  ".join([*values, f"{duration(left)} left"] if left else values)
 
 
-def _bars(rows: list[tuple[str, float | None, float | None, str]], width: int) -> list[Table]:
-    """Return a row of name, bar and values for each (name, done, total, values)."""
-    name_width = _within(NAME_WIDTH, max(cell_len(row[0]) for row in rows))
-    values_width = max(VALUES_WIDTH, *(cell_len(row[3]) for row in rows))
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A row of the block: name, bar, values. A bar without `done` or `total` pulses."""
+
+    name: str
+    done: float | None
+    total: float | None
+    values: str
+
+
+def _bars(bars: Sequence[_Bar], width: int) -> list[Table]:
+    """Return the rows, with bars of equal width."""
+    name_width = _within(NAME_WIDTH, max(cell_len(bar.name) for bar in bars))
+    values_width = max(VALUES_WIDTH, *(cell_len(bar.values) for bar in bars))
     bar_width = _within(BAR_WIDTH, width - name_width - values_width - 2 * GAP)
-    tables = []
-    for name, done, total, values in rows:
-        table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-        table.add_column(width=name_width, no_wrap=True)
-        table.add_column(width=bar_width)
-        table.add_column(no_wrap=True)
-        bar = ProgressBar(
-            total=total or 1, completed=done or 0, width=bar_width, pulse=done is None or not total
+    rows = []
+    for bar in bars:
+        row = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+        row.add_column(width=name_width, no_wrap=True)
+        row.add_column(width=bar_width)
+        row.add_column(no_wrap=True)
+        drawn = ProgressBar(
+            total=bar.total or 1,
+            completed=bar.done or 0,
+            width=bar_width,
+            pulse=bar.done is None or not bar.total,
         )
-        table.add_row(Text(name, style="bold", overflow="ellipsis"), bar, Text(values))
-        tables.append(table)
-    return tables
+        row.add_row(Text(bar.name, style="bold", overflow="ellipsis"), drawn, Text(bar.values))
+        rows.append(row)
+    return rows
 
 
 def _value_rows(

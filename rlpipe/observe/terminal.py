@@ -60,7 +60,7 @@ class Screen:
         self.console = _TerminalConsole(file=stream or sys.stderr, highlight=False)
         self._captures = stream is None
         self._captured: CapturedOutput | None = None
-        self._open = False
+        self._entered = 0
         self._blocks: list[Callable[[], RenderableType]] = []
         # Transient: the block vanishes at the end, and the lines above it stay.
         self._live = Live(
@@ -79,11 +79,11 @@ class Screen:
 
     def __enter__(self) -> Screen:
         global _current
-        if _current is not None:
+        if _current is not None and _current is not self:
             return _current
         _current = self
-        self._open = True
-        if self.is_live:
+        self._entered += 1
+        if self._entered == 1 and self.is_live:
             if self._captures:
                 self._captured = CapturedOutput(self._print_lines)
                 self.console.file = self._captured.start()
@@ -99,10 +99,10 @@ class Screen:
         trace: TracebackType | None,
     ) -> None:
         global _current
-        if not self._open:
+        self._entered = max(self._entered - 1, 0)
+        if self._entered or _current is not self:
             return
         _current = None
-        self._open = False
         with suppress(OSError):  # the terminal may be gone
             self._live.stop()
         if self._captured is not None:
