@@ -14,8 +14,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from rlpipe.algorithms.custom import check as check_functions
-from rlpipe.config.data import FilePrompts, NoReward, PromptSource, RewardConfig
+from rlpipe.config.data import FilePrompts, NoReward, PromptSource, PythonReward, RewardConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.import_check import check_imports
 from rlpipe.config.load import find_recipe, load_run, warm_start_overrides
@@ -26,7 +25,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
-from rlpipe.data.prompts import load_prompts
+from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
@@ -40,6 +39,7 @@ from rlpipe.model_dir import (
 )
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.rewards.scorer import Scorer
+from rlpipe.rewards.user_rewards import needed_columns
 from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
 from rlpipe.rollout.hooks.rollout_function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
@@ -68,13 +68,13 @@ def _check_run(config: RunConfig, home: Path) -> None:
     # User files are imported in another process while this one reads the prompts.
     with check_imports(config, config.resources.import_timeout_s) as importing:
         datasets = config.evaluation.datasets
-        for source in (config.data.prompts, *(dataset.prompts for dataset in datasets)):
-            if source is not None:
-                _check_prompts(source)
+        rewards = [config.reward, *(dataset.reward or config.reward for dataset in datasets)]
+        sources = [config.data.prompts, *(dataset.prompts for dataset in datasets)]
+        rows = [source and _first_row(source) for source in sources]
         importing.wait()
-    for reward in (config.reward, *(dataset.reward for dataset in datasets)):
-        _check_reward(reward, config)
-    check_functions(config.advantage, config.train.loss)
+    for reward, row in zip(rewards, rows, strict=True):
+        _check_reward(reward, row, config)
+    _check_algorithm_functions(config)
     MegatronHooks(config.train)
     LogFunctions(config.observe)
     if isinstance(config.model.source, HuggingFaceModel):
@@ -244,6 +244,16 @@ def _check_trainer(config: RunConfig, directory: Path) -> None:
             check_trainer(directory, config.model, train, deterministic=config.deterministic)
 
 
+def _check_algorithm_functions(config: RunConfig) -> None:
+    """Load the user functions of advantages and losses, if any. Raises: ConfigError."""
+    parts = (config.advantage, config.train.loss)
+    if any(value and name.startswith("custom_") for part in parts for name, value in part):
+        # Imports torch, for more than a second. Most runs have no such function.
+        from rlpipe.algorithms.custom import check
+
+        check(*parts)
+
+
 def _check_functions(rollout: RolloutConfig) -> None:
     """Check sampling functions and tools. Raises: ConfigError with the expected signature."""
     if path := rollout.custom_generate_function_path:
@@ -255,20 +265,41 @@ def _check_functions(rollout: RolloutConfig) -> None:
     load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s)
 
 
-def _check_prompts(source: PromptSource) -> None:
+def _first_row(source: PromptSource) -> PromptRow:
+    """Check the rows of a source; return the first one. Generated rows are checked later."""
     if isinstance(source, FilePrompts):
-        load_prompts(source)
-    else:
-        load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))
+        return load_prompts(source)[0]
+    return load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))[0]
 
 
-def _check_reward(reward: RewardConfig | None, config: RunConfig) -> None:
-    if reward is None:
-        return
+def _check_reward(reward: RewardConfig, row: PromptRow | None, config: RunConfig) -> None:
+    """Check that the reward can be called for the rows; `row` is their first one.
+
+    Raises: ConfigError.
+    """
     if not isinstance(reward.function, NoReward):
         Scorer(reward.function, slime_args(config))
+    if isinstance(reward.function, PythonReward) and row is not None:
+        _check_columns(reward.function, row, config)
     if reward.custom_reward_post_process_path is not None:
         load_hook(reward.custom_reward_post_process_path)
+
+
+def _check_columns(reward: PythonReward, row: PromptRow, config: RunConfig) -> None:
+    """Check that a row has the columns that a reward in TRL's form needs. Raises: ConfigError."""
+    prompts = config.data.prompts
+    label = [prompts.label_key] if isinstance(prompts, FilePrompts) and prompts.label_key else []
+    columns = [*label, *row.metadata]
+    for name in needed_columns(reward):
+        if name not in columns:
+            raise ConfigError(
+                f"the reward function needs the column {name!r}, which samples do not have",
+                where="reward.function.path",
+                found=f"{reward.path}; samples of {row.where} have {', '.join(columns) or 'none'}",
+                expected="the column data.prompts.label_key, or an entry of each row's metadata",
+                do=f"set data.prompts.label_key={name}, "
+                f"or write the column as metadata: {{{json.dumps(name)}: ...}}",
+            )
 
 
 def _check_maker(source: MadeModel) -> None:

@@ -111,6 +111,16 @@ def test_the_error_of_a_missing_reward_function_names_it(folder: Path):
         check(config(folder, python(folder, "rewrad")), folder)
 
 
+def test_the_error_of_a_missing_column_of_trls_form_names_it(folder: Path):
+    (folder / "mine.py").write_text("def reward(completions, answer, level, **kwargs):\n    ...\n")
+    with pytest.raises(ConfigError, match=r"needs the column 'level'[\s\S]*have answer\n"):
+        check(config(folder, reward=python(folder, "reward")), folder)
+    row = {"prompt": "1 + 1 =", "answer": "2", "metadata": {"level": 1}}
+    for name in ("train", "held"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    check(config(folder, reward=python(folder, "reward")), folder)
+
+
 def test_the_error_of_a_missing_maker_names_it(folder: Path):
     with pytest.raises(ConfigError, match="the module has no 'mak'"):
         check(

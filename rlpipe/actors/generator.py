@@ -31,6 +31,7 @@ from rlpipe.errors import EngineError
 from rlpipe.model_dir import directory_here, prompt_context_len
 from rlpipe.observe.evaluation_metrics import evaluation_metrics
 from rlpipe.rewards.reward_rows import score
+from rlpipe.rewards.user_rewards import reads_messages
 from rlpipe.rollout.client.generate_client import GenerateClient, HoldMode
 from rlpipe.rollout.filters import load_filter
 from rlpipe.rollout.generators import (
@@ -301,6 +302,7 @@ class Generator:
             config.run,
             async_buffer_size=config.async_buffer_size,
             model_context_len=prompt_context_len(config.rollout, self._model_config),
+            keep_messages=reads_messages(config.reward),
         )
         # All prompts now, so that an error names file and line before the first rollout.
         self._source.check()
@@ -352,6 +354,7 @@ class Generator:
             branch=config.run,
             iteration=0,
             model_context_len=prompt_context_len(sampling, self._model_config, evaluation=True),
+            keep_messages=reads_messages(dataset.reward or config.reward),
         )
         self._overlong[f"evaluation.datasets: {dataset.name}"] = overlong
         return plan

@@ -116,6 +116,15 @@ def hook_digest(path: str) -> str:
     return hashlib.sha256(_read(file, path)).hexdigest()
 
 
+def source_file(path: str) -> str | None:
+    """Return the name of the file that defines a hook, as in its tracebacks; None if unknown."""
+    hook = inspect.unwrap(load_hook(path))
+    try:
+        return inspect.getsourcefile(hook)
+    except TypeError:  # an object without a source file, such as a built-in function
+        return None
+
+
 def _split_file(path: str) -> tuple[Path | None, str]:
     file, colon, name = path.rpartition(":")
     if colon and file.endswith(".py"):

@@ -50,11 +50,13 @@ class DataSource:
         *,
         async_buffer_size: int = 0,
         model_context_len: int | None = None,
+        keep_messages: bool = False,
     ):
         """Create the source of a branch.
 
         `async_buffer_size`: largest staleness of a trained token. `model_context_len`: longest
-        prompt + response of the model; None: no limit of prompts.
+        prompt + response of the model; None: no limit of prompts. `keep_messages`: keep the
+        messages of rendered prompts as `metadata.messages`.
 
         Raises: DataError without rows, unless a user's source provides them (`draw` of `plan`).
         """
@@ -72,6 +74,7 @@ class DataSource:
         self._branch = branch
         self._async_buffer_size = async_buffer_size
         self._model_context_len = model_context_len
+        self._keep_messages = keep_messages or _samples_by_user_function(rollout)
         # A plan can span two epochs.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
@@ -214,9 +217,14 @@ class DataSource:
         return groups, DataState(epoch=epoch, offset=offset, draws=draws + count)
 
     def _group(self, row: PromptRow, group_id: str) -> PlannedGroup:
-        num_samples = self._rollout.n_samples_per_prompt
-        encoded = self._encode(row)
-        return _planned_group(row, encoded, group_id, num_samples, self._data, self._rollout)
+        return _planned_group(
+            row,
+            self._encode(row),
+            group_id,
+            self._rollout.n_samples_per_prompt,
+            self._data,
+            keep_messages=self._keep_messages,
+        )
 
     def _encode(self, row: PromptRow) -> Encoded:
         if self._rollout.type == "dataset":
@@ -276,6 +284,7 @@ def evaluation_plan(
     branch: str,
     iteration: int,
     model_context_len: int | None = None,
+    keep_messages: bool = False,
 ) -> tuple[Plan, tuple[Overlong, ...]]:
     """Return the plan of a held-out set, and the rows that `data.overlong_prompts` drops or cuts.
 
@@ -300,7 +309,14 @@ def evaluation_plan(
     num_samples = dataset.n_samples_per_eval_prompt
     ids = {number: f"eval/{dataset.name}:{number:08d}" for number in kept}
     groups = tuple(
-        _planned_group(rows[number], encoded[number], ids[number], num_samples, data, sampled)
+        _planned_group(
+            rows[number],
+            encoded[number],
+            ids[number],
+            num_samples,
+            data,
+            keep_messages=keep_messages or _samples_by_user_function(rollout),
+        )
         for number in kept
     )
     plan = Plan(
@@ -321,7 +337,8 @@ def _planned_group(
     group_id: str,
     num_samples: int,
     data: DataConfig,
-    rollout: RolloutConfig,
+    *,
+    keep_messages: bool,
 ) -> PlannedGroup:
     """Return the planned group of a row.
 
@@ -335,7 +352,7 @@ def _planned_group(
         prompt=encoded.prompt,
         prompt_ids=encoded.prompt_ids,
         label=row.label,
-        metadata=_with_messages(row, encoded.prompt, data, rollout),
+        metadata=_with_messages(row, encoded.prompt, data) if keep_messages else row.metadata,
         seeds=tuple(
             sample_seed(data.rollout_seed, group_id, index) for index in range(num_samples)
         ),
@@ -344,15 +361,16 @@ def _planned_group(
     )
 
 
-def _with_messages(
-    row: PromptRow, rendered: Prompt, data: DataConfig, rollout: RolloutConfig
-) -> dict[str, Any]:
-    """Return the row's metadata, with `messages` for a user function if the prompt was rendered.
+def _samples_by_user_function(rollout: RolloutConfig) -> bool:
+    return bool(rollout.custom_generate_function_path or rollout.rollout_function_path)
+
+
+def _with_messages(row: PromptRow, rendered: Prompt, data: DataConfig) -> dict[str, Any]:
+    """Return the row's metadata, with `messages` if the prompt was rendered.
 
     The messages are complete even if the prompt was cut.
     """
-    user_function = rollout.custom_generate_function_path or rollout.rollout_function_path
-    if not user_function or not data.apply_chat_template or rendered == row.prompt:
+    if not data.apply_chat_template or rendered == row.prompt:
         return row.metadata
     if "messages" in row.metadata:
         return row.metadata

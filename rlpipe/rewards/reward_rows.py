@@ -31,6 +31,9 @@ from rlpipe.types import Sample, Status
 MAX_ASYNC_CALLS = 64
 """Concurrent calls of an async function with `reward.workers: 0`."""
 
+EXCERPT_CHARS = 150
+"""Characters at the beginning and at the end of a text that an error shows."""
+
 SCORED = (Status.COMPLETED, Status.TRUNCATED)
 """Statuses of samples that are scored."""
 
@@ -96,7 +99,7 @@ async def score(
             found=f"{run.done} of {run.total} rows scored",
             expected=f"all within {config.timeout_s} s (reward.timeout_s)",
         ) from error
-    _check_errors([rows[position] for call in calls for position, _ in call], config)
+    _check_errors([(rows[position], sample) for call in calls for position, sample in call], config)
     return rows
 
 
@@ -217,12 +220,26 @@ class _ScoringRun:
                 row.parts = dict(result[number].parts)
 
 
-def _check_errors(rows: list[RewardRow], config: RewardConfig) -> None:
-    failed = [row for row in rows if row.error is not None]
-    if len(failed) > config.max_error_fraction * len(rows):
+def _check_errors(scored: list[tuple[RewardRow, Sample]], config: RewardConfig) -> None:
+    failed = [(row, sample) for row, sample in scored if row.error is not None]
+    if len(failed) > config.max_error_fraction * len(scored):
+        row, sample = failed[0]
         raise RewardError(
-            "too many rows could not be scored",
-            where=f"reward/{failed[0].group_id}/{failed[0].index}",
-            found=f"{len(failed)} of {len(rows)}; the first: {failed[0].error}",
+            "the reward function failed for too many samples",
+            where=f"reward/{row.group_id}/{row.index}",
+            found=f"{len(failed)} of {len(scored)} samples; the first error:\n"
+            f"    {row.error}\n"
+            f"    prompt {_excerpt(sample.prompt)}\n"
+            f"    response {_excerpt(sample.response)}\n"
+            f"    label {_excerpt(sample.label)}",
             expected=f"at most {config.max_error_fraction:.0%} (reward.max_error_fraction)",
+            do="correct the reward function and start the run again; it scores the stored samples",
         )
+
+
+def _excerpt(value: object) -> str:
+    """Return a value as text with its first and last characters."""
+    text = repr(value)
+    if len(text) <= 2 * EXCERPT_CHARS:
+        return text
+    return f"{text[:EXCERPT_CHARS]} ... {text[-EXCERPT_CHARS:]}"

@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import reprlib
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from rlpipe.config.data import (
     RuleReward,
 )
 from rlpipe.config.guard import error_text, guarded
+from rlpipe.config.hooks import source_file
 from rlpipe.errors import ConfigError, RewardError, RlpipeError
 from rlpipe.rewards.answers import without_end
 from rlpipe.rewards.user_rewards import load_custom
@@ -67,6 +69,7 @@ class Scorer:
         Raises: ConfigError if the function cannot be loaded or set up.
         """
         self._group = isinstance(config, PythonReward) and config.group
+        self._file = source_file(config.path) if isinstance(config, PythonReward) else None
         function, self._key = _load(config, args)
         if isinstance(config, TEXT_REWARDS):
             function = _without_end_tokens(function)
@@ -81,14 +84,14 @@ class Scorer:
                 result = asyncio.run(_awaited(result))
             return self._scores(result, samples)
         except Exception as error:  # a verifier can raise anything; its rows get the error
-            raise _reward_error(error) from error
+            raise _reward_error(error, self._file) from error
 
     async def score_async(self, samples: Sequence[Sample]) -> list[Score]:
         """Call an async function on the running event loop; otherwise as `score`."""
         try:
             return self._scores(await self._function(self._argument(samples)), samples)
         except Exception as error:  # a verifier can raise anything; its rows get the error
-            raise _reward_error(error) from error
+            raise _reward_error(error, self._file) from error
 
     def _argument(self, samples: Sequence[Sample]) -> Any:
         return list(samples) if self._group else samples[0]
@@ -203,8 +206,20 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _reward_error(error: Exception) -> RewardError:
-    """Return the error of the rows for an exception of the function."""
+def _reward_error(error: Exception, file: str | None) -> RewardError:
+    """Return the error of the rows for an exception of the function, which `file` defines."""
     if isinstance(error, RewardError):
         return error
-    return RewardError(str(error) if isinstance(error, RlpipeError) else error_text(error))
+    if isinstance(error, RlpipeError):
+        return RewardError(str(error))
+    return RewardError(error_text(error) + _location(error, file))
+
+
+def _location(error: Exception, file: str | None) -> str:
+    """Return the last line of the user's file that an exception passed, as text."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+    ]
+    if not frames:
+        return ""
+    return f" ({file}:{frames[-1].lineno}: {frames[-1].line})"

@@ -84,7 +84,10 @@ async def test_rows_come_in_the_order_of_the_samples(hook, kind, workers):
 @KINDS
 async def test_an_error_belongs_to_its_row_and_is_never_0(hook, kind, workers):
     rows = await score(samples(), hook("return 1 / int(x.response)", kind, workers=workers))
-    assert rows[0] == RewardRow("g0", 0, None, {}, "ZeroDivisionError: division by zero")
+    assert rows[0].reward is None
+    error = str(rows[0].error)
+    assert error.startswith("ZeroDivisionError: division by zero (")
+    assert error.endswith("/mine.py:3: return 1 / int(x.response))")
     assert [row.reward for row in rows[1:]] == [1.0, 1 / 10, 1 / 11, 1 / 20, 1 / 21]
 
 
@@ -137,7 +140,9 @@ async def test_the_whole_stage_has_a_deadline(hook, kind, workers):
 
 async def test_on_error_sets_the_reward_and_keeps_the_error(hook):
     rows = await score(samples(1, 1), hook("return 1 / 0", on_error=-0.5))
-    assert rows == [RewardRow("g0", 0, -0.5, {}, "ZeroDivisionError: division by zero")]
+    (row,) = rows
+    assert row.reward == -0.5
+    assert str(row.error).startswith("ZeroDivisionError: division by zero (")
 
 
 @KINDS
@@ -152,7 +157,8 @@ if n < 2: raise OSError('busy')
 return n
 """.strip()
     config = hook(body, kind, workers=workers, attempts=2)
-    assert [row.error for row in await score(samples(1, 1), config)] == ["OSError: busy"]
+    (row,) = await score(samples(1, 1), config)
+    assert str(row.error).startswith("OSError: busy (")
     assert [row.reward for row in await score(samples(1, 1), config)] == [2.0]
 
 
@@ -162,7 +168,7 @@ async def test_a_group_is_one_call_and_its_error_belongs_to_all_its_rows(hook):
     )
     rows = await score(samples(), hook(body, group=True))
     assert [row.reward for row in rows] == [2.0, 3.0, None, None, 2.0, 3.0]
-    assert [row.error for row in rows[2:4]] == ["ValueError: 2"] * 2
+    assert [str(row.error).partition(" (")[0] for row in rows[2:4]] == ["ValueError: 2"] * 2
 
 
 async def test_group_calls_collect_samples_from_any_position(hook):
