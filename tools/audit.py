@@ -29,17 +29,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.config.problems import nearest
-from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.errors import ConfigError, ObjectMissing, RlpipeError
 from rlpipe.lineage import provenance
 from rlpipe.lineage.rollouts import iterations
-from rlpipe.lineage.token_rows import decoder, shown_samples, tokenizer_of
-from rlpipe.observe.viewer import write_viewer
+from rlpipe.lineage.sample_sets import write_samples
+from rlpipe.lineage.token_rows import decoder, tokenizer_of
 from rlpipe.store.audit.anomalies import find_anomalies
 from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches
@@ -47,12 +48,13 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from rlpipe.store.signatures import PublicKey
 from rlpipe.store.tables.query import run_query
+from tools.command import parsers
 from tools.piped import piped
 
 
 def main() -> int:
     """Run the command."""
-    arguments = parse_arguments()
+    arguments = parsers.audit().parse_intermixed_args()
     try:
         use_home(arguments.home)
         if arguments.run is None and arguments.command != "verify":
@@ -103,44 +105,6 @@ def check_run_exists(files: Files, run: str) -> None:
             found=files.root,
             expected=f"one of: {near}",
         )
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.audit", description="Audit a run and its records."
-    )
-    parser.add_argument("command", choices=sorted(COMMANDS))
-    parser.add_argument("question", nargs="?", help="sql: one query")
-    parser.add_argument(
-        "--run",
-        metavar="RUN[@K]",
-        help="name of the run, and an iteration (default: the newest; verify: all runs)",
-    )
-    parser.add_argument(
-        "--head",
-        metavar="SHA256",
-        help="verify: digest of a commit of the run, at least its first 16 digits",
-    )
-    parser.add_argument(
-        "--public-key",
-        metavar="FILE",
-        help="verify: use the newest commit signed with this key as --head",
-    )
-    parser.add_argument("--prompt", help="forward: part of the prompt's text")
-    parser.add_argument(
-        "--out", help="lineage: a .parquet file; view: the page (default: samples.html)"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=64, help="view: maximum number of samples (default: 64)"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        help="view: directory of a tokenizer (default: the model's, if it is on this machine)",
-    )
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the store of the run's start)")
-    return parser.parse_intermixed_args()
 
 
 def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
@@ -243,7 +207,7 @@ def sql(files: Files, run: str, k: int | None, arguments: argparse.Namespace) ->
 
 
 def view(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
-    """Write the page of samples."""
+    """Write the page of samples, of one iteration or of the whole run."""
     stored = iterations(files, run)
     if not stored:
         raise ConfigError(
@@ -252,16 +216,19 @@ def view(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -
             found=files.root,
             do="give --home or --store",
         )
-    k = stored[-1] if k is None else k
     decode = (
         decoder(arguments.tokenizer) if arguments.tokenizer else tokenizer_of(files, run, home())
     )
-    samples = shown_samples(files, run, k, decode, most=arguments.samples)
-    description = f"Iteration {k}: {len(samples)} samples."
-    if not decode:
-        description += " Without a tokenizer, tokens are numbers."
-    out = arguments.out or "samples.html"
-    print(f"written: {write_viewer(f'{run} @ {k}', description, samples, out)}")
+    if k is not None and k not in stored:
+        raise ObjectMissing(
+            "no rollout of this iteration is stored",
+            where=f"{run}@{k}",
+            expected=f"an iteration from {stored[0]} to {stored[-1]}",
+        )
+    out = Path(arguments.out or "samples.html")
+    only = None if k is None else [k]
+    page = write_samples(files, run, out, decode, only=only, most=arguments.samples)
+    print(f"written: {page}")
     return 0
 
 

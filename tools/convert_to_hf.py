@@ -25,16 +25,12 @@ from rlpipe.model_dir import model_directory
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
 from rlpipe.system.ports import free_port
+from tools.command.run_words import option_names, read_words
 from tools.conversion import exit_code
-from tools.train import split
 
 if TYPE_CHECKING:
     from rlpipe.engines.megatron.model.build import ScoringModel
 
-OPTIONS = {
-    **dict.fromkeys(("--load", "--output-dir", "--ckpt-step", "--recipe"), True),
-    **dict.fromkeys(("--check-same", "--force", "-f", "--help", "-h"), False),
-}
 START_S = 600.0
 
 
@@ -44,14 +40,13 @@ def main() -> int:
     Exit codes: 0 done, 1 different from the original (--check-same), 2 wrong input, 130
     interrupted.
     """
-    own, rest = split(sys.argv[1:], OPTIONS)
-    arguments = parse_arguments(own)
+    arguments, rest = read_words(options(), sys.argv[1:])
     return exit_code(lambda: convert(arguments, configuration(arguments.recipe, rest)))
 
 
 def configuration(recipe: str | None, words: list[str]) -> RunConfig:
     """Return the configuration that arguments of training describe. Raises: ConfigError."""
-    flags = read_flags(words, also=OPTIONS)
+    flags = read_flags(words, also=option_names(options()))
     if recipe is None and not flags:
         raise ConfigError(
             "no model given",
@@ -133,8 +128,8 @@ def check_destination(output: Path, world: int, model_ranks: int, *, force: bool
         )
 
 
-def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """Parse the options of this command."""
+def options() -> argparse.ArgumentParser:
+    """Return the options of this command."""
     parser = argparse.ArgumentParser(
         prog="convert_to_hf.py",
         description="Megatron checkpoint → Hugging Face directory, by training's own ranks.",
@@ -161,7 +156,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         "--check-same", action="store_true", help="compare with the model directory, bit for bit"
     )
     parser.add_argument("-f", "--force", action="store_true", help="replace the output")
-    return parser.parse_args(words)
+    return parser
 
 
 if __name__ == "__main__":

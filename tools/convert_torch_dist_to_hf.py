@@ -18,8 +18,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError
+from tools.command import parsers
 from tools.conversion import bar, exit_code, hide_gpus, print_report, size_bytes
 
 
@@ -31,7 +32,7 @@ def main() -> int:
     """
     if int(os.environ.get("RANK", "0")):
         return 0  # Under torchrun, rank 0 does the work.
-    arguments = parse_arguments()
+    arguments = parsers.dist2hf().parse_args()
     return exit_code(lambda: convert(arguments))
 
 
@@ -80,51 +81,6 @@ def convert(arguments: argparse.Namespace) -> int:
     same = f"every bit is the same as in {arguments.origin_hf_dir}"
     print("\n".join(differences) if differences else same)
     return 1 if differences else 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="convert_torch_dist_to_hf.py",
-        description="Megatron checkpoint → Hugging Face directory.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--input-dir", metavar="DIR", help="a folder such as iter_0000100, or its parent"
-    )
-    parser.add_argument(
-        "--of",
-        metavar="RUN[@K]",
-        help="a run's weights after iteration K (default: the newest saved)",
-    )
-    parser.add_argument(
-        "--output-dir", required=True, metavar="DIR", help="the written Hugging Face directory"
-    )
-    parser.add_argument(
-        "--origin-hf-dir",
-        metavar="DIR",
-        help="the model's directory (default: the files in the checkpoint)",
-    )
-    parser.add_argument(
-        "--ckpt-step",
-        type=int,
-        metavar="K",
-        help="number of the iter_... folder below --input-dir (default: the latest)",
-    )
-    parser.add_argument(
-        "--dtype", help="data type of the weights: float32, bfloat16, float16 (default: as stored)"
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        help="size of a file, and memory of the conversion (default: 5GB)",
-    )
-    parser.add_argument(
-        "--check-same", action="store_true", help="compare with --origin-hf-dir, bit for bit"
-    )
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("-f", "--force", action="store_true", help="replace the output")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

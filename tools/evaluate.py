@@ -16,28 +16,19 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from flows.derived_runs import evaluation_config
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
-from tools.train import finish, split
-
-OPTIONS = {
-    "--of": True,
-    "--recipe": True,
-    "--name": True,
-    "--home": True,
-    "--takeover": False,
-    "--help": False,
-    "-h": False,
-}
+from tools.command import parsers
+from tools.command.run_words import option_names, read_words
+from tools.train import finish
 
 
 def main() -> int:
     """Run the command. Exit codes: as `tools.train`."""
-    own, rest = split(sys.argv[1:], OPTIONS)
-    arguments = parse_arguments(own)
+    arguments, rest = read_words(parsers.evaluate(), sys.argv[1:])
     try:
         use_home(arguments.home)
         parameters = flow_parameters(arguments, rest)
@@ -56,37 +47,12 @@ def main() -> int:
     return code
 
 
-def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """Parse the options of this command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.evaluate",
-        description="Evaluate weights on held-out sets.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--of",
-        metavar="RUN[@K]",
-        help="weights of that run, after iteration K (default: its newest saved)",
-    )
-    parser.add_argument("--recipe", help="a recipe: its held-out sets, and without --of its model")
-    parser.add_argument("--name", help="name of the evaluation as a run (default: RUN.eval-K)")
-    parser.add_argument(
-        "--home", help=f"directory of all runs (default: ${HOME_VARIABLE} or ./runs)"
-    )
-    parser.add_argument(
-        "--takeover",
-        action="store_true",
-        help="replace the process that evaluates under this name now",
-    )
-    return parser.parse_args(words)
-
-
 def flow_parameters(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Return the parameters of the flow, after checking their configuration.
 
     Wrong input is refused before a server starts. Raises: as `check`.
     """
-    flags = read_flags(words, also=OPTIONS)
+    flags = read_flags(words, also=option_names(parsers.evaluate()))
     run, _, iteration = (arguments.of or "").partition("@")
     if iteration and not iteration.isdigit():
         raise ConfigError(

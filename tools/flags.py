@@ -8,7 +8,6 @@ Names of Megatron-core, SGLang and the router pass through. The last lines count
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import KEYS, rule_of
 from rlpipe.slime.args import FLAGS, absent
 from rlpipe.slime.flag import Flag
+from tools.command import parsers
 from tools.piped import piped
 
 PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
@@ -23,16 +23,7 @@ PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
 
 def main() -> int:
     """Print the table. Exit code 1 if no name matches."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.flags", description="Print the effect of each slime flag."
-    )
-    parser.add_argument(
-        "--arguments",
-        action="store_true",
-        help="list the arguments of Megatron-core, SGLang and the router instead",
-    )
-    parser.add_argument("part", nargs="?", default="", help="only names that contain this text")
-    arguments = parser.parse_args()
+    arguments = parsers.flags().parse_args()
     lines = argument_lines() if arguments.arguments else flag_lines()
     part = arguments.part.replace("_", "-").lower()
     matches = [line for line in lines if part in line.replace("_", "-").lower()]

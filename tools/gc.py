@@ -15,7 +15,6 @@ Exit codes: 0 done, 2 the objects cannot be determined, or another process uses 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from contextlib import nullcontext
 
 from rich.progress import Progress
 
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.gc import remove, unreachable
@@ -35,6 +34,7 @@ from rlpipe.store.retention import (
     record_removed_checkpoints,
     spare_checkpoints,
 )
+from tools.command import parsers
 from tools.piped import piped
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -42,7 +42,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def main() -> int:
     """Run the command."""
-    arguments = parse_arguments()
+    arguments = parsers.gc().parse_args()
     try:
         use_home(arguments.home)
         files = Files(arguments.store or home() / "store")
@@ -74,38 +74,6 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.gc",
-        description="List or delete objects of a store that no run needs.",
-    )
-    parser.add_argument(
-        "--keep-checkpoints",
-        type=int,
-        metavar="N",
-        help="keep the newest N of each run (default: all)",
-    )
-    parser.add_argument(
-        "--keep-every", type=int, metavar="M", help="keep every M-th weight version too"
-    )
-    parser.add_argument(
-        "--remove",
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="remove this run; may be repeated",
-    )
-    parser.add_argument(
-        "--grace", default="1d", help="keep younger objects, such as 90m or 7d (default: 1d)"
-    )
-    parser.add_argument("--delete", action="store_true", help="delete instead of listing")
-    parser.add_argument("--list", action="store_true", help="print every object")
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the home's)")
-    return parser.parse_args()
 
 
 def seconds(text: str) -> float:

@@ -16,7 +16,6 @@ Exit codes: 0 done, 1 the old store is damaged, 2 wrong usage.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -44,6 +43,7 @@ from rlpipe.store.nodes import Nodes, input_digest
 from rlpipe.store.objects.files import Files
 from rlpipe.store.records import digest, seal
 from rlpipe.types import CONTRACTS, Commit, Node, Stage, VersionedRecord
+from tools.command import parsers
 from tools.format_one import FILES, Source, branch_of, settings
 from tools.piped import piped
 
@@ -52,7 +52,7 @@ Say = Callable[[str], object]
 
 def main() -> int:
     """Run the command."""
-    arguments = parse_arguments()
+    arguments = parsers.migrate().parse_args()
     try:
         findings = migrate(Files(arguments.store), Files(arguments.to), say=print)
     except (ObjectCorrupt, ObjectMissing) as error:
@@ -64,20 +64,6 @@ def main() -> int:
     for finding in findings:
         print(finding, file=sys.stderr)
     return 1 if findings else 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.migrate", description="Migrate a store of format 1 to today's format."
-    )
-    parser.add_argument(
-        "--store", required=True, help="URL or directory of the old store; it is only read"
-    )
-    parser.add_argument(
-        "--to", required=True, help="URL or directory of the new store, which must be empty"
-    )
-    return parser.parse_args()
 
 
 def migrate(old: Files, new: Files, say: Say) -> list[str]:

@@ -9,7 +9,6 @@ codes: 0 every state is bit for bit as recorded, 1 a state differs, 2 the replay
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -17,16 +16,17 @@ from pathlib import Path
 
 from rlpipe.actors.ray.local_ray import disconnect
 from rlpipe.actors.trainer.replay import ComparedState, Replay, replay
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.errors import RlpipeError
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
+from tools.command import parsers
 from tools.piped import piped
 
 
 def main() -> int:
     """Run the command."""
-    arguments = parse_arguments()
+    arguments = parsers.replay().parse_args()
     try:
         use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
@@ -41,20 +41,6 @@ def main() -> int:
         Path(arguments.json).write_text(json.dumps(result.as_json(), indent=1))
     print(summary(result))
     return 0 if result.equal else 1
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.replay", description="Train a run's stored batches again."
-    )
-    parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument(
-        "--home", help=f"directory of all runs (default: ${HOME_VARIABLE} or ./runs)"
-    )
-    parser.add_argument("--store", help="URL of the store (default: the store of the run's start)")
-    parser.add_argument("--json", help="write all digests to this file")
-    return parser.parse_args()
 
 
 def report(state: ComparedState) -> None:

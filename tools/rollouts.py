@@ -5,11 +5,11 @@
 
 The second command writes whole rows of iterations 10 to 19 (also .parquet). Messages and metadata
 are JSON text in .parquet and objects in .jsonl. `rlpipe.lineage.rollouts` describes the columns.
+A name in .html gives the page of samples.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,11 +20,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.lineage.rollouts import find, iterations, sample_rows
+from rlpipe.lineage.sample_sets import write_samples
+from rlpipe.lineage.token_rows import tokenizer_of
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
+from tools.command import parsers
 from tools.piped import piped
 
 HEADER = (
@@ -43,10 +46,16 @@ WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
 
 def main() -> int:
     """Run the command. Exit codes: 0 done, 2 the run or rollout does not exist."""
-    arguments = parse_arguments()
+    arguments = parsers.rollouts().parse_args()
     try:
         use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
+        if arguments.out and Path(arguments.out).suffix == ".html":
+            chosen = chosen_iterations(files, arguments.run, arguments.iterations)
+            decode = tokenizer_of(files, arguments.run, home())
+            page = Path(arguments.out)
+            print(f"written: {write_samples(files, arguments.run, page, decode, only=chosen)}")
+            return 0
         tables = (
             sample_rows(files, stored)
             for k in chosen_iterations(files, arguments.run, arguments.iterations)
@@ -60,25 +69,6 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.rollouts", description="Show or export a run's stored rollouts."
-    )
-    parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument(
-        "--iterations",
-        metavar="A:B",
-        help="from A up to B, without B (default: the newest); K: one; ':': all",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file"
-    )
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    parser.add_argument("--store", help="URL of the store (default: the store of the run's start)")
-    return parser.parse_args()
 
 
 def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
@@ -124,7 +114,7 @@ def export(tables: Iterator[pa.Table], path: Path) -> int:
             "unknown file type",
             where="--out",
             found=path,
-            expected=" or ".join(writers),
+            expected=f"{', '.join(writers)} or .html",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     return writers[path.suffix](tables, path)

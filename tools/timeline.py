@@ -8,18 +8,17 @@ Open the file at that address; the page uploads nothing. Stages are always those
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from rlpipe.config.load import HOME_VARIABLE, home, use_home
+from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.lineage.rollouts import find, sample_rows
 from rlpipe.observe.perfetto import Response, write_timeline
 from rlpipe.observe.trace import FILE, read_trace, works
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
+from tools.command import parsers
 from tools.rollouts import chosen_iterations
 
 COLUMNS = (
@@ -37,21 +36,7 @@ COLUMNS = (
 
 def main() -> int:
     """Run the command. Exit codes: 0 done, 2 the run or rollout does not exist."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.timeline", description="Write a run's timeline for Perfetto."
-    )
-    parser.add_argument("--run", required=True)
-    parser.add_argument(
-        "--iterations",
-        metavar="A:B",
-        default=":",
-        help="responses from A up to B, without B (default: all)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder"
-    )
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-    arguments = parser.parse_args()
+    arguments = parsers.timeline().parse_args()
     try:
         use_home(arguments.home)
         folder = home() / arguments.run

@@ -15,27 +15,22 @@ import argparse
 import asyncio
 import faulthandler
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from flows.parameters import apply_seed_and_fork
 from rlpipe.config.load import (
     home,
     load_run,
     unused_keys,
     use_home,
 )
-from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import pinned
-from rlpipe.data.prompts import PromptRow
-from rlpipe.errors import ConfigError, RlpipeError
-from rlpipe.model_dir import model_directory, prompt_context_len, read_object
+from rlpipe.errors import RlpipeError
 from rlpipe.preflight import check
-from rlpipe.slime.command_line import ParsedFlags, read_flags
-from rlpipe.slime.flag_keys import BASE, differences, overrides_of
+from rlpipe.slime.command_line import read_flags
 from tools.command import parsers
 from tools.command.run_words import apply_flags, notes, option_names, read_words
+
 
 def main() -> int:
     """Run the command.

@@ -17,7 +17,6 @@ client to these servers.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from rlpipe.actors.ray.access import BEYOND_THIS_MACHINE
 from rlpipe.actors.ray.access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ResourceError, RlpipeError
+from tools.command import parsers
 from tools.local_prefect import SETTINGS, answers, free_port, listens
 from tools.local_servers import BUCKET, LocalServers, exclusive
 from tools.s3_server import PORTS, S3Server, free_ports
@@ -347,26 +347,7 @@ def status_text(servers: LocalServers) -> str:
 
 def main() -> int:
     """Run the command. Exit codes: 0 done, 1 a server did not start, 2 wrong input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.up", description="Prefect server, S3 store, Ray head and worker."
-    )
-    parser.add_argument(
-        "--home", help=f"directory of all runs (default: ${HOME_VARIABLE} or ./runs)"
-    )
-    parser.add_argument(
-        "--site",
-        type=Path,
-        help="YAML file with sets of GPUs, schedules, settings (deployments/site.example.yaml)",
-    )
-    parser.add_argument(
-        "--without",
-        default="",
-        metavar="NAMES",
-        help="servers not to start: ray,s3 (runs then use their own)",
-    )
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--down", action="store_true", help="stop all servers")
-    action.add_argument("--status", action="store_true", help="print the state of the servers")
+    parser = parsers.up()
     arguments = parser.parse_args()
     without = {name for name in arguments.without.split(",") if name}
     if unknown := without - {"ray", "s3"}:

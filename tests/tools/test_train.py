@@ -111,6 +111,20 @@ def test_a_valid_recipe_is_run_with_the_given_options(command: Command, driven: 
     assert not home().exists()
 
 
+@pytest.mark.parametrize("before", [[], ["--run", "mine"], ["--takeover"]])
+def test_the_recipe_may_be_the_first_word(
+    command: Command, driven: list, place: Path, before: list[str]
+):
+    assert command(*before, place / "small.yaml", "num_rollout=5") == 0
+    (arguments,) = driven
+    assert arguments.recipe == str(place / "small.yaml")
+    assert arguments.overrides == ["num_rollout=5"]
+
+
+def test_two_recipes_are_refused(refused: Callable):
+    assert refused(["two.yaml"]).startswith("ConfigError: two.yaml: not an override\n")
+
+
 @pytest.mark.parametrize("more", [[], ["--dump-config"]])
 def test_a_key_without_effect_is_printed(
     command: Command, place: Path, capsys: pytest.CaptureFixture[str], more: list[str]
@@ -210,7 +224,7 @@ def test_a_wrong_command_line_gives_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "ConfigError: tools.train: nothing to train"),
+        ([], "ConfigError: rlpipe train: nothing to train"),
         (
             ["--recipe", "spell_backward", "--takeovr"],
             "ConfigError: --takeovr: unknown flag\n  expected: --takeover",
@@ -271,10 +285,7 @@ def test_a_command_line_in_slimes_style_needs_no_recipe(
     assert (config.seed, config.data.rollout_seed, config.data.rollout_shuffle) == (1234, 42, False)
     assert config.engine.sglang == {"mem_fraction_static": 0.8}
     said = capsys.readouterr().err
-    assert (
-        "flags without effect (python -m tools.flags gives reasons): --use-fault-tolerance\n"
-        in said
-    )
+    assert "flags without effect (rlpipe flags gives reasons): --use-fault-tolerance\n" in said
     assert config.resources.colocate
 
 

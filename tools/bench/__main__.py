@@ -29,7 +29,7 @@ from rlpipe.errors import RlpipeError
 from tools.bench import iterations, sampling, storing, syncing, training
 from tools.bench.bench import Bench, about, open_bench
 from tools.bench.measures import Row, table, write
-from tools.bench.shapes import SHAPES
+from tools.command import parsers
 
 Part = Callable[[Bench, argparse.Namespace], list[Row]]
 PARTS: dict[str, Part] = {
@@ -78,48 +78,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line: parts and overrides are words, the rest are options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench",
-        description="Measure parts of rlpipe against the libraries below them. "
-        "See the docstring of tools/bench/__main__.py.",
-        epilog="Also: python -m tools.bench.ahead",
-    )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="part | key=value",
-        help=f"of {', '.join(PARTS)} (default: all); overrides",
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="the model")
-    parser.add_argument("--home", default="runs/bench", help="folder for all files")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=120.0,
-        help="measuring time of a part at most, without starting its processes",
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
-    parser.add_argument(
-        "--baselines", nargs="+", choices=training.BASELINES, default=["hf"], help="of train"
-    )
-    parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
-    parser.add_argument(
-        "--separate",
-        action="store_true",
-        help="sync: engines on their own GPUs, from the second on",
-    )
-    parser.add_argument(
-        "--transports",
-        nargs="+",
-        choices=syncing.TRANSPORTS,
-        default=(),
-        help="of sync (default: all that fit)",
-    )
-    parser.add_argument(
-        "--run",
-        metavar="FOLDER",
-        help="iteration: folder `{home}/{run}` of an existing run; else a new run",
-    )
+    parser = parsers.bench()
     arguments = parser.parse_intermixed_args()
     for word in arguments.words:
         if "=" not in word and word not in PARTS:

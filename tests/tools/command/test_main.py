@@ -1,0 +1,136 @@
+"""The command `rlpipe`: verbs, help, completion, and its speed (tools.command)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import audit
+from tools.bench.__main__ import PARTS
+from tools.bench.shapes import SHAPES
+from tools.bench.syncing import TRANSPORTS
+from tools.bench.training import BASELINES
+from tools.command import parsers
+from tools.command.main import COMPLETION_VARIABLE, application, options
+from tools.command.verbs import VERBS
+
+HEAVY = ("torch", "ray", "prefect", "sglang", "transformers", "megatron", "pyarrow", "duckdb")
+
+
+def rlpipe(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end in a process."""
+    return subprocess.run(
+        [sys.executable, "-m", "rlpipe", *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_alone_lists_every_verb_with_its_task():
+    listed = rlpipe()
+    assert listed.returncode == 0
+    for verb in VERBS.values():
+        assert verb.name in listed.stdout and verb.task.split()[0] in listed.stdout
+    assert rlpipe("--help").stdout == listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("trian", "x.yaml"), "Did you mean 'train'?"),
+        (("convert", "hf2dst"), "Did you mean 'hf2dist'?"),
+        (("--verson",), "No such option"),
+    ],
+)
+def test_a_misspelt_verb_names_the_nearest_one(words: tuple[str, ...], said: str):
+    wrong = rlpipe(*words)
+    assert wrong.returncode == 2
+    assert said in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--version",),
+        ("trian",),
+        ("completion", "bash"),
+        ("config", "spell_backward"),
+        *((*name.split(), "--help") for name, verb in VERBS.items() if verb.parser),
+    ],
+    ids=" ".join,
+)
+def test_help_and_configuration_import_nothing_heavy(words: tuple[str, ...]):
+    program = (
+        "import json, sys\n"
+        "from rlpipe.__main__ import main\n"
+        "try:\n    main()\n"
+        f"finally:\n    print(json.dumps([m for m in {HEAVY} if m in sys.modules]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert "Traceback" not in done.stderr
+
+
+def test_every_verb_has_a_module_with_a_main_function_and_a_parser_of_its_name():
+    for verb in VERBS.values():
+        file = Path(*verb.module.split(".")).with_suffix(".py")
+        assert "def main() -> int:" in file.read_text(encoding="utf-8"), verb.name
+        if verb.parser:
+            parser = getattr(parsers, verb.parser)()
+            assert parser.description
+            assert verb.name in parser.prog or verb.words
+
+
+def test_the_choices_of_options_are_those_of_the_modules():
+    assert list(parsers.AUDITS) == sorted(audit.COMMANDS)
+    assert list(parsers.BENCH_SHAPES) == list(SHAPES)
+    assert list(parsers.BENCH_BASELINES) == list(BASELINES)
+    assert parsers.BENCH_TRANSPORTS == TRANSPORTS
+    assert list(parsers.BENCH_PARTS) == list(PARTS)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_a_completion_script(shell: str):
+    script = rlpipe("completion", shell)
+    assert script.returncode == 0
+    assert f"{COMPLETION_VARIABLE}={shell}_complete" in script.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("rlpipe tr", "plain,train"),
+        ("rlpipe convert hf", "plain,hf2dist"),
+        ("rlpipe fork --take", "plain,--takeover"),
+        ("rlpipe train spell_backward_s", "plain,spell_backward_sft"),
+        ("rlpipe train my_", "file,my_"),
+    ],
+)
+def test_completion_offers_verbs_options_recipes_and_files(line: str, completed: str):
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    offered = rlpipe(**{COMPLETION_VARIABLE: "bash_complete"}, **words)
+    assert completed in offered.stdout.splitlines()
+
+
+def test_a_completion_has_the_options_of_the_verb():
+    assert "--public-key" in options(VERBS["audit"])
+    assert "audit" in application().commands
+
+
+def test_a_run_is_a_word_or_an_option_but_not_both(capsys: pytest.CaptureFixture[str]):
+    assert parsers.report().parse_args(["my_run"]).run == "my_run"
+    assert parsers.report().parse_args(["--run", "my_run"]).run == "my_run"
+    for words in ([], ["one", "--run", "two"]):
+        with pytest.raises(SystemExit):
+            parsers.report().parse_args(words)
+    assert "RUN" in capsys.readouterr().err

@@ -1,0 +1,491 @@
+"""The options of each verb of the command `rlpipe`, as argparse parsers.
+
+The modules of the verbs import torch, Ray or DuckDB. Help and completion do not need them, so the
+options are here. `VERBS` of `tools.command.verbs` names the function of each verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.load import HOME_VARIABLE, presets, recipes
+from tools.command.verbs import VERBS
+
+COMMAND = "rlpipe"
+
+
+def _parser(name: str, description: str, **settings: Any) -> argparse.ArgumentParser:
+    """Return a parser with `-h`, without abbreviations, and with the example of the verb."""
+    verb = VERBS[name]
+    settings.setdefault("epilog", f"example: {COMMAND} {name} {verb.example}".rstrip())
+    return argparse.ArgumentParser(
+        prog=f"{COMMAND} {name}", description=description, allow_abbrev=False, **settings
+    )
+
+
+def _add_home(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
+
+
+def _add_store(parser: argparse.ArgumentParser, default: str = "the run's") -> None:
+    parser.add_argument("--store", help=f"URL of the store (default: {default})")
+
+
+def _add_takeover(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--takeover", action="store_true", help=f"replace the process that {what} now"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the name of a run, as a word or as `--run`."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("run", nargs="?", default=argparse.SUPPRESS, metavar="RUN")
+    group.add_argument("--run", dest="run", metavar="RUN", help="name of the run")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="dotted.key=value", help="settings that differ"
+    )
+
+
+def _recipe_help() -> str:
+    return f"a YAML file, or one of: {', '.join(recipes())}"
+
+
+def train() -> argparse.ArgumentParser:
+    """Return the options of `train`; flags of slime and overrides are read elsewhere."""
+    parser = _parser(
+        "train",
+        "Train on this machine, from a recipe or from flags in slime's style.",
+        usage="%(prog)s (RECIPE | --hf-checkpoint ... flags of slime) [options] "
+        "[dotted.key=value ...]",
+        epilog=f"Flags of slime, Megatron and SGLang (--sglang-*): {COMMAND} flags. "
+        "Overrides: train.optimizer.lr=1e-5. A model's preset below the recipe: preset=NAME, "
+        f"a YAML file or one of: {', '.join(presets())}",
+    )
+    _add_recipe_options(parser)
+    _add_takeover(parser, "drives this run on any machine")
+    parser.add_argument(
+        "--dump-config", action="store_true", help="print the resolved configuration and stop"
+    )
+    return parser
+
+
+def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a configuration: recipe, smoke, name, home, seed, fork."""
+    parser.add_argument("--recipe", help=f"RECIPE: {_recipe_help()}")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="try the recipe in minutes: its section `smoke` has a small stand-in of the model",
+    )
+    parser.add_argument(
+        "--run", help="name of the run (default: the recipe's, or the folder of --save)"
+    )
+    _add_home(parser)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="other seed, for a separate run: <recipe>-seed<N> unless --run gives a name",
+    )
+    parser.add_argument(
+        "--fork",
+        metavar="RUN[@K]",
+        help="start a new run from iteration K of that run (default: its newest)",
+    )
+
+
+def fork() -> argparse.ArgumentParser:
+    """Return the options of `fork`."""
+    parser = _parser("fork", "Continue from an iteration of a run with changed settings.")
+    parser.add_argument(
+        "of", metavar="RUN[@K]", help="the parent, and its iteration (default: the newest)"
+    )
+    parser.add_argument("--run", help="name of the fork (default: RUN-from-K)")
+    _add_home(parser)
+    _add_store(parser, "the parent's")
+    _add_takeover(parser, "drives the fork on any machine")
+    parser.add_argument(
+        "--dump-config", action="store_true", help="print the resolved configuration and stop"
+    )
+    _add_overrides(parser)
+    return parser
+
+
+def evaluate() -> argparse.ArgumentParser:
+    """Return the options of `evaluate`; flags of slime and overrides are read elsewhere."""
+    parser = _parser("evaluate", "Evaluate weights on held-out sets.")
+    parser.add_argument(
+        "--of",
+        metavar="RUN[@K]",
+        help="weights of that run, after iteration K (default: its newest saved)",
+    )
+    parser.add_argument("--recipe", help="a recipe: its held-out sets, and without --of its model")
+    parser.add_argument("--name", help="name of the evaluation as a run (default: RUN.eval-K)")
+    _add_home(parser)
+    _add_takeover(parser, "evaluates under this name")
+    return parser
+
+
+def reprocess() -> argparse.ArgumentParser:
+    """Return the options of `reprocess`."""
+    parser = _parser("reprocess", "Score stored rollouts again.")
+    parser.add_argument(
+        "--of", required=True, metavar="RUN", help="the run with the stored rollouts"
+    )
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        help="from A up to B, without B (default: all stored ones)",
+    )
+    parser.add_argument("--run", help="name of the new branch (default: RUN.reprocessed)")
+    parser.add_argument(
+        "--train", metavar="NAME", help="train a run of this name from the result, without engines"
+    )
+    parser.add_argument(
+        "--train-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an override of that run only; may be repeated",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent iterations (default: 2)")
+    _add_home(parser)
+    _add_store(parser)
+    _add_overrides(parser)
+    return parser
+
+
+def report() -> argparse.ArgumentParser:
+    """Return the options of `report`."""
+    parser = _parser("report", "Write a run's report again from its records.")
+    _add_run(parser)
+    _add_home(parser)
+    return parser
+
+
+def rollouts() -> argparse.ArgumentParser:
+    """Return the options of `rollouts`."""
+    parser = _parser("rollouts", "Show or export a run's stored rollouts.")
+    _add_run(parser)
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        help="from A up to B, without B (default: the newest); K: one; ':': all",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file"
+    )
+    _add_home(parser)
+    _add_store(parser, "the store of the run's start")
+    return parser
+
+
+def timeline() -> argparse.ArgumentParser:
+    """Return the options of `timeline`."""
+    parser = _parser("timeline", "Write a run's timeline for Perfetto.")
+    _add_run(parser)
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        default=":",
+        help="responses from A up to B, without B (default: all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder"
+    )
+    _add_home(parser)
+    return parser
+
+
+AUDITS = ("forward", "head", "lineage", "sql", "unusual", "verify", "view")
+
+
+def audit() -> argparse.ArgumentParser:
+    """Return the options of `audit`."""
+    parser = _parser("audit", "Audit a run and its records.")
+    parser.add_argument("command", choices=AUDITS)
+    parser.add_argument("question", nargs="?", help="sql: one query")
+    parser.add_argument(
+        "--run",
+        metavar="RUN[@K]",
+        help="name of the run, and an iteration (default: the newest; verify: all runs)",
+    )
+    parser.add_argument(
+        "--head",
+        metavar="SHA256",
+        help="verify: digest of a commit of the run, at least its first 16 digits",
+    )
+    parser.add_argument(
+        "--public-key",
+        metavar="FILE",
+        help="verify: use the newest commit signed with this key as --head",
+    )
+    parser.add_argument("--prompt", help="forward: part of the prompt's text")
+    parser.add_argument(
+        "--out", help="lineage: a .parquet file; view: the page (default: samples.html)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=64, help="view: maximum number of samples (default: 64)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="view: directory of a tokenizer (default: the model's, if it is on this machine)",
+    )
+    _add_home(parser)
+    _add_store(parser, "the store of the run's start")
+    return parser
+
+
+def replay() -> argparse.ArgumentParser:
+    """Return the options of `replay`."""
+    parser = _parser("replay", "Train a run's stored batches again and compare every state.")
+    _add_run(parser)
+    _add_home(parser)
+    _add_store(parser, "the store of the run's start")
+    parser.add_argument("--json", help="write all digests to this file")
+    return parser
+
+
+def _add_sizes(parser: argparse.ArgumentParser, dtype: str) -> None:
+    parser.add_argument(
+        "--dtype",
+        help=f"data type of the weights: float32, bfloat16, float16 (default: {dtype})",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        help="size of a file, and memory of the conversion (default: 5GB)",
+    )
+
+
+def hf2dist() -> argparse.ArgumentParser:
+    """Return the options of `convert hf2dist`."""
+    parser = _parser("convert hf2dist", "Hugging Face directory → torch_dist checkpoint.")
+    parser.add_argument(
+        "--hf-checkpoint",
+        required=True,
+        metavar="DIR",
+        help="config.json, *.safetensors, tokenizer",
+    )
+    parser.add_argument("--save", required=True, metavar="DIR", help="folder of the checkpoint")
+    _add_sizes(parser, "as config.json says")
+    parser.add_argument("-f", "--force", action="store_true", help="replace the destination")
+    return parser
+
+
+def dist2hf() -> argparse.ArgumentParser:
+    """Return the options of `convert dist2hf`."""
+    parser = _parser("convert dist2hf", "Megatron checkpoint → Hugging Face directory.")
+    parser.add_argument(
+        "--input-dir", metavar="DIR", help="a folder such as iter_0000100, or its parent"
+    )
+    parser.add_argument(
+        "--of",
+        metavar="RUN[@K]",
+        help="a run's weights after iteration K (default: the newest saved)",
+    )
+    parser.add_argument(
+        "--output-dir", required=True, metavar="DIR", help="the written Hugging Face directory"
+    )
+    parser.add_argument(
+        "--origin-hf-dir",
+        metavar="DIR",
+        help="the model's directory (default: the files in the checkpoint)",
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="K",
+        help="number of the iter_... folder below --input-dir (default: the latest)",
+    )
+    _add_sizes(parser, "as stored")
+    parser.add_argument(
+        "--check-same", action="store_true", help="compare with --origin-hf-dir, bit for bit"
+    )
+    _add_home(parser)
+    parser.add_argument("-f", "--force", action="store_true", help="replace the output")
+    return parser
+
+
+def gc() -> argparse.ArgumentParser:
+    """Return the options of `gc`."""
+    parser = _parser("gc", "List or delete objects of a store that no run needs.")
+    parser.add_argument(
+        "--keep-checkpoints",
+        type=int,
+        metavar="N",
+        help="keep the newest N of each run (default: all)",
+    )
+    parser.add_argument(
+        "--keep-every", type=int, metavar="M", help="keep every M-th weight version too"
+    )
+    parser.add_argument(
+        "--remove",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="remove this run; may be repeated",
+    )
+    parser.add_argument(
+        "--grace", default="1d", help="keep younger objects, such as 90m or 7d (default: 1d)"
+    )
+    parser.add_argument("--delete", action="store_true", help="delete instead of listing")
+    parser.add_argument("--list", action="store_true", help="print every object")
+    _add_home(parser)
+    _add_store(parser, "the home's")
+    return parser
+
+
+def migrate() -> argparse.ArgumentParser:
+    """Return the options of `migrate`."""
+    parser = _parser("migrate", "Migrate a store of format 1 to today's format.")
+    parser.add_argument(
+        "--store", required=True, help="URL or directory of the old store; it is only read"
+    )
+    parser.add_argument(
+        "--to", required=True, help="URL or directory of the new store, which must be empty"
+    )
+    return parser
+
+
+def up() -> argparse.ArgumentParser:
+    """Return the options of `up` and `down`."""
+    parser = _parser("up", "Prefect server, S3 store, Ray head and worker of this machine.")
+    _add_home(parser)
+    parser.add_argument(
+        "--site",
+        type=Path,
+        help="YAML file with sets of GPUs, schedules, settings (deployments/site.example.yaml)",
+    )
+    parser.add_argument(
+        "--without",
+        default="",
+        metavar="NAMES",
+        help="servers not to start: ray,s3 (runs then use their own)",
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--down", action="store_true", help="stop all servers")
+    action.add_argument("--status", action="store_true", help="print the state of the servers")
+    return parser
+
+
+def flags() -> argparse.ArgumentParser:
+    """Return the options of `flags`."""
+    parser = _parser("flags", "Print the effect of each slime flag.")
+    parser.add_argument(
+        "--arguments",
+        action="store_true",
+        help="list the arguments of Megatron-core, SGLang and the router instead",
+    )
+    parser.add_argument("part", nargs="?", default="", help="only names that contain this text")
+    return parser
+
+
+def config() -> argparse.ArgumentParser:
+    """Return the options of `config`; flags of slime and overrides are read elsewhere."""
+    parser = _parser(
+        "config",
+        "Print the resolved configuration, and the source of each value.",
+        usage="%(prog)s (RECIPE | flags of slime) [options] [dotted.key=value ...]",
+    )
+    _add_recipe_options(parser)
+    parser.add_argument("--changed", action="store_true", help="leave out values of defaults")
+    parser.add_argument("--plain", action="store_true", help="the values only, as a recipe")
+    return parser
+
+
+def from_slime() -> argparse.ArgumentParser:
+    """Return the options of `from-slime`; a script or flags of slime are read elsewhere."""
+    parser = _parser(
+        "from-slime",
+        "Convert a launch script of slime, or its arguments, to a recipe.",
+        usage="%(prog)s [-o FILE] (SCRIPT [NAME=VALUE ...] | --hf-checkpoint ... flags of slime)",
+        epilog="NAME=VALUE sets a shell variable of the script, such as MODEL_SIZE=4B. "
+        "The script is read, not run.",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the recipe to this file (default: print it)"
+    )
+    return parser
+
+
+def doctor() -> argparse.ArgumentParser:
+    """Return the options of `doctor`."""
+    parser = _parser("doctor", "Check this machine. Each line is ok, or says what to do.")
+    parser.add_argument("recipe", nargs="?", help=_recipe_help())
+    _add_home(parser)
+    _add_store(parser, "the recipe's, or the home's")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
+    return parser
+
+
+def init() -> argparse.ArgumentParser:
+    """Return the options of `init`."""
+    parser = _parser("init", "Make a folder with a recipe, a reward with its test, and data.")
+    parser.add_argument("name", metavar="NAME", help="the folder to make, and the name of the run")
+    return parser
+
+
+def completion() -> argparse.ArgumentParser:
+    """Return the options of `completion`."""
+    parser = _parser(
+        "completion",
+        "Print the completion script of a shell.",
+        epilog=f'bash: eval "$({COMMAND} completion bash)"   '
+        f"fish: {COMMAND} completion fish | source",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser
+
+
+BENCH_PARTS = ("rollout", "train", "sync", "iteration", "store")
+BENCH_SHAPES = ("tiny", "0.6b", "4b", "tiny-moe", "moe")
+BENCH_BASELINES = ("hf", "hf-no-recompute", "hf-fp32-weights")
+BENCH_TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
+
+
+def bench() -> argparse.ArgumentParser:
+    """Return the options of `bench`."""
+    parser = _parser("bench", "Measure parts of rlpipe against the libraries below them.")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="part | key=value",
+        help=f"of {', '.join(BENCH_PARTS)} (default: all); overrides",
+    )
+    parser.add_argument("--shape", choices=BENCH_SHAPES, default="tiny", help="the model")
+    parser.add_argument("--home", default="runs/bench", help="folder for all files")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="measuring time of a part at most, without starting its processes",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
+    parser.add_argument(
+        "--baselines", nargs="+", choices=BENCH_BASELINES, default=["hf"], help="of train"
+    )
+    parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
+    parser.add_argument(
+        "--separate",
+        action="store_true",
+        help="sync: engines on their own GPUs, from the second on",
+    )
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=BENCH_TRANSPORTS,
+        default=(),
+        help="of sync (default: all that fit)",
+    )
+    parser.add_argument(
+        "--run",
+        metavar="FOLDER",
+        help="iteration: folder `{home}/{run}` of an existing run; else a new run",
+    )
+    return parser
