@@ -4,6 +4,8 @@ or the user's runs."""
 from __future__ import annotations
 
 import os
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,31 @@ WHOLE_RUNS = (
 """Files whose tests start a run with all its servers. They come first and in one process: of two at
 once each would have half a machine."""
 
+SHARED = {
+    "live engine": re.compile(r"\blive: Live\b|\blive_engine\b|def test_\w+\(\s*live\b"),
+    "Ray": re.compile(r"\blocal_ray\b|\bfleet: Fleet\b"),
+    "two ranks": re.compile(r"\btwo_ranks\b"),
+}
+"""What test files use that takes seconds to start, and by which words. All files with one of these
+run in one process, one after the other, so that each is started once."""
+
+
+@cache
+def scope(path: str) -> tuple[int, str]:
+    """Return the rank and the name of the tests that stay in one process: those of a file, or those
+    that share a server. Files without real parts come last, because they fill the gaps."""
+    if path.startswith(WHOLE_RUNS):
+        return 0, "whole runs"
+    source = (REPOSITORY / path).read_text(encoding="utf-8")
+    for rank, (name, words) in enumerate(SHARED.items(), start=1):
+        if words.search(source):
+            return rank, name
+    return len(SHARED) + (1 if "mark.integration" in source else 2), path
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Whole runs first; not what asks for more GPUs than there are."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
+    """Sort by `scope`, and leave out tests that need more GPUs than there are."""
+    items.sort(key=lambda item: scope(item.nodeid.partition("::")[0])[0])
     if beyond := [
         item for item in items if (needed := _gpus_of(item)) and needed > len(visible_gpus())
     ]:
@@ -50,15 +73,15 @@ def _gpus_of(item: pytest.Item) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes: the tests of a file stay in one of them, and so do all whole runs.
+    """With several processes, the tests of one scope stay in one of them.
     (pytest-xdist 3.8's own groups do nothing under pytest 9.2.)"""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneRunAtATime(LoadFileScheduling):
+    class ByScope(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
+            return scope(super()._split_scope(nodeid))[1]
 
-    return OneRunAtATime(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def committed(home: Path, run: str) -> int:
     return len(list((home / "store" / "branches" / run).glob("0*.json")))
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_an_interrupted_run_that_loses_processes_continues_with_complete_records(
     recipes: Path,
@@ -186,6 +187,7 @@ def test_two_ranks_two_engines_and_s3_survive_a_killed_engine(recipes: Path) -> 
     assert not list((home / "store").glob("*"))
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_colocated_trainer_and_engine_continue_after_kills(
     recipes: Path,
@@ -232,6 +234,7 @@ def test_a_colocated_trainer_and_engine_continue_after_kills(
     assert max(one[Stage.SYNC]["metrics"]["sync/logprob_difference"] for one in outputs) <= 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_asynchronous_rollouts_with_filter_and_buffer_lose_nothing_after_a_killed_generator(
     recipes: Path,

@@ -49,6 +49,7 @@ def test_a_stored_run_has_no_findings_and_its_nodes_have_the_expected_names(home
         assert dict.fromkeys(CONTRACTS, 1) == Branches(files).contracts(run)
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_stored_run_continues(home: Path):
     before = Files(home / "store").list()
@@ -64,6 +65,7 @@ def test_a_stored_run_continues(home: Path):
     check_whole(home)
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_stored_run_is_replayed_to_the_same_states(home: Path, tmp_path: Path):
     """The states are equal bit for bit on the kind of machine that recorded them. On other machines
@@ -88,6 +90,7 @@ def test_a_stored_run_is_replayed_to_the_same_states(home: Path, tmp_path: Path)
     assert ended.returncode == 0 or states[-1]["stage"] == "train", ended.stdout
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("home", RELEASES, indirect=True)
 def test_a_stored_run_is_forked_from_an_iteration_without_a_checkpoint(home: Path):

@@ -118,6 +118,7 @@ async def until(reached: Any) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 async def test_an_engine_that_is_away_is_left_out_and_gets_the_published_weights_when_it_comes(
     make, live, tmp_path
 ):

@@ -289,6 +289,7 @@ def computing(pid: int) -> psutil.Process:
     )
 
 
+@pytest.mark.long
 async def test_an_engine_on_two_nodes_gets_weights_over_each_transport_and_restarts_as_a_whole(
     spanning, spread, tmp_path
 ):

@@ -118,7 +118,7 @@ def output_after_kill(victim: str, home: Path, kind: str) -> dict[str, str]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
 def test_a_killed_own_ray_is_reported_and_started_again_without_left_over_processes(
     victim: str, tmp_path: Path
 ):
@@ -133,6 +133,7 @@ def test_a_killed_own_ray_is_reported_and_started_again_without_left_over_proces
     assert output["left"] == "[]"
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_a_killed_joined_ray_is_reported(victim: str, tmp_path: Path):
