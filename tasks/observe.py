@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from rlpipe.batch.files import read_samples, read_scored
+from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectMissing, RlpipeError
-from rlpipe.lineage.history import HistoryReader, iteration_metrics
+from rlpipe.lineage.history import MAX_DIFFERENCE, HistoryReader, iteration_metrics
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.observe.overview import overview
 from rlpipe.observe.pictures import write_figure
@@ -26,6 +27,7 @@ from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
 from rlpipe.slime.args import slime_args
 from rlpipe.store.tables import scalars
+from rlpipe.sync.probe import NOISE_FACTOR
 from rlpipe.types import NodeRef, Stage
 from tasks.artifacts import (
     UpdatedArtifact,
@@ -37,15 +39,8 @@ from tasks.artifacts import (
     overview_artifact,
 )
 from tasks.context import RunContext
+from tasks.sync import logprob_bound
 
-TERMINAL_METRICS = (
-    ("reward", "rollout/raw_reward"),
-    ("loss", "train/loss"),
-    ("grad", "train/grad_norm"),
-    ("Δlogp", "max_logprob_difference"),
-    ("tok/s", "perf/rollout_tokens_per_s"),
-)
-"""(label, metric) of the line that the terminal prints for an iteration."""
 HEAD = "commit_sha256"
 """Name of the newest commit's digest in TensorBoard and W&B (`tools.audit verify --head`)."""
 ROLLOUT_PREFIXES = ("rollout/", "perf/rollout")
@@ -101,8 +96,7 @@ class Observer:
             self._sinks.write_text(k, HEAD, head)
         other = {stage: spent for stage, spent in work_s.items() if stage == "checkpoint"}
         self._log_timing(seconds, other, iteration_s=seconds, work_s=sum(work_s.values()))
-        line = {label: metrics[name] for label, name in TERMINAL_METRICS if name in metrics}
-        self._ctx.progress.iteration({**line, **self._accuracy})
+        self._ctx.progress.iteration(terminal_values(self._ctx.config, metrics, self._accuracy))
         await iteration_artifact(self._ctx.config.run, k, nodes, metrics, head)
         await self._show_machines(outputs)
         if (k + 1) % self._ctx.config.observe.report_interval == 0:
@@ -221,6 +215,43 @@ class Observer:
         line = {"time": time.time(), "seconds": seconds, "other": other, **entry}
         with (self._ctx.directory / "timing.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
+
+
+def terminal_values(
+    config: RunConfig, metrics: Mapping[str, float], accuracy: Mapping[str, float]
+) -> dict[str, float | int | str]:
+    """Return label → value of an iteration for the terminal. Metrics without a value are left out.
+
+    `accuracy`: held-out set → its newest score.
+    """
+    speed = metrics.get("perf/rollout_tokens_per_s")
+    values = {
+        "reward": metrics.get("rollout/raw_reward"),
+        **accuracy,
+        **_logprob_differences(config, metrics),
+        "tok/s": None if speed is None else round(speed),
+        "loss": metrics.get("train/loss"),
+        "grad": metrics.get("train/grad_norm"),
+    }
+    return {label: value for label, value in values.items() if value is not None}
+
+
+def _logprob_differences(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the log-prob differences of engines and trainer, each with its bound.
+
+    A push checks the mean. Only a gate bounds the largest difference of one token.
+    """
+    values = {}
+    mean = metrics.get("sync/logprob_difference")
+    if mean is not None:
+        bound = max(logprob_bound(config), NOISE_FACTOR * metrics.get("sync/logprob_noise", 0.0))
+        values["Δlogp"] = f"{mean:.2g} of {bound:.2g}"
+    largest = metrics.get(MAX_DIFFERENCE)
+    if largest is not None:
+        gates = [gate for gate in config.gates.bounds if gate.metric == MAX_DIFFERENCE]
+        bounds = [f" of {gate.at_most:.2g}" for gate in gates if gate.at_most is not None]
+        values["max Δlogp"] = f"{largest:.2g}{''.join(bounds[:1])}"
+    return values
 
 
 def _without_rollout(metrics: dict[str, float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 from prefect.client.schemas.objects import State
 
 from rlpipe.actors.engines.fleet import Weights
+from rlpipe.config.run import RunConfig
 from rlpipe.errors import Mismatch
 from rlpipe.lineage.stage_inputs import sync_inputs
 from rlpipe.lineage.states import state_node
@@ -134,6 +135,12 @@ def _newest_weights(ctx: RunContext, known: int) -> tuple[int, str]:
     return version, ctx.weights_before(version)
 
 
+def logprob_bound(config: RunConfig) -> float:
+    """Return the bound of the mean log-prob difference of engines and trainer, in nats."""
+    kind = config.engine.quantization or config.model.dtype
+    return config.sync.max_logprob_difference or BOUNDS[kind]
+
+
 async def probe(ctx: RunContext, weights: str, batch: str, version: int) -> dict[str, float]:
     """Compare log-probs of engines and trainer for a few samples of a batch; return metrics.
 
@@ -156,8 +163,7 @@ async def probe(ctx: RunContext, weights: str, batch: str, version: int) -> dict
         "compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s
     )
     agreements = [Agreement(**answer) for answer in answers[0]]
-    kind = ctx.config.engine.quantization or ctx.config.model.dtype
-    bound = config.max_logprob_difference or BOUNDS[kind]
+    bound = logprob_bound(ctx.config)
     faults = [fault for agreement in agreements if (fault := agreement.fault(bound))]
     if faults:
         # Wrong weights must not sample. A restart loads them again.

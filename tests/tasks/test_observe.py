@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_UI_URL, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -258,3 +259,51 @@ async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(
     assert [
         event.tensor_proto.string_val[0].decode() for event in board.Tensors("commit_sha256")
     ] == digests
+
+
+def test_the_terminal_shows_each_logprob_difference_with_its_own_bound():
+    metrics = {
+        "rollout/raw_reward": 0.5,
+        "perf/rollout_tokens_per_s": 1234.6,
+        "sync/logprob_difference": 1.14e-6,
+        "sync/logprob_noise": 1e-7,
+        "max_logprob_difference": 0.0034,
+        "train/loss": 9.31e-10,
+    }
+    plain = observe.terminal_values(config(), metrics, {"heldout": 0.25})
+    assert plain == {
+        "reward": 0.5,
+        "heldout": 0.25,
+        "Δlogp": "1.1e-06 of 0.1",
+        "max Δlogp": "0.0034",
+        "tok/s": 1235,
+        "loss": 9.31e-10,
+    }
+    # The check after a push accepts five times the trainer's own noise.
+    bounds = config(
+        gates={"bounds": [{"metric": "max_logprob_difference", "at_most": 0.02}]},
+        sync={"max_logprob_difference": 1e-4},
+    )
+    noisy = observe.terminal_values(bounds, metrics | {"sync/logprob_noise": 1e-4}, {})
+    assert noisy["Δlogp"] == "1.1e-06 of 0.0005"
+    assert noisy["max Δlogp"] == "0.0034 of 0.02"
+    assert observe.terminal_values(bounds, {}, {}) == {}
+
+
+async def test_report_and_samples_link_to_each_other_and_to_the_flow_run(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+):
+    ctx, _ = watching("fails", "fails")
+    # How Prefect sets its runtime context outside a flow.
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "0198c0de-0000-7000-8000-000000000000")
+    with (
+        temporary_settings({PREFECT_UI_URL: "http://127.0.0.1:4200"}),
+        Observer(ctx, 0, startup_seconds=0.0) as observer,
+    ):
+        await observer.samples_page()
+        await observer.report()
+    flow_run = "http://127.0.0.1:4200/runs/flow-run/0198c0de-0000-7000-8000-000000000000"
+    report = (ctx.directory / "report.html").read_text()
+    samples = (ctx.directory / "samples.html").read_text()
+    assert 'href="samples.html"' in report and 'href="report.html"' in samples
+    assert f'href="{flow_run}"' in report and f'href="{flow_run}"' in samples
