@@ -34,6 +34,11 @@ class CapturedOutput:
         self._terminals: dict[int, int] = {}
         self._rest = b""
 
+    @property
+    def unfinished(self) -> str:
+        """The last line so far, if it has no end yet: a prompt, or a bar that is redrawn."""
+        return _text(self._rest)
+
     def start(self) -> TextIO:
         """Begin; return a stream that writes to the terminal itself."""
         self._read_end, write_end = os.pipe()
@@ -90,6 +95,11 @@ class CapturedOutput:
         texts = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
         if texts:
             self._print_lines(texts)
+
+
+def _text(line: bytes) -> str:
+    """Return a line as text. A bar that redraws its line is taken in its last state."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 def _flush() -> None:

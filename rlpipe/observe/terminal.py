@@ -64,7 +64,7 @@ class Screen:
         self._blocks: list[Callable[[], RenderableType]] = []
         # Transient: the block vanishes at the end, and the lines above it stay.
         self._live = Live(
-            get_renderable=lambda: Group(*[block() for block in list(self._blocks)]),
+            get_renderable=self._drawn,
             console=self.console,
             refresh_per_second=REFRESHES_PER_S,
             transient=True,
@@ -127,6 +127,12 @@ class Screen:
     def refresh(self) -> None:
         """Draw the block now."""
         self._live.refresh()
+
+    def _drawn(self) -> RenderableType:
+        rows = [block() for block in list(self._blocks)]
+        if self._captured is not None and (line := self._captured.unfinished):
+            rows.append(Text.from_ansi(line, no_wrap=True, overflow="ellipsis"))
+        return Group(*rows)
 
     def _print_lines(self, lines: list[str]) -> None:
         self.say(Text("\n").join(Text.from_ansi(line) for line in lines))

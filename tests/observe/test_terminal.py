@@ -72,6 +72,25 @@ def test_lines_of_any_origin_appear_above_a_block_that_they_do_not_tear(tmp_path
     assert shown.has_cursor
 
 
+def test_a_bar_that_redraws_its_line_is_the_last_row(tmp_path):
+    source = (
+        START
+        + """
+with Screen(), Progress("spell", 4):
+    for percent in (10, 20):
+        sys.stderr.write(f"\\rdownload {percent} %")
+        time.sleep(0.5)
+    time.sleep(60)
+"""
+    )
+    shown = Terminal(source, tmp_path)
+    lines = shown.wait_for("download 20 %")
+    assert lines[-1] == "download 20 %"
+    assert "download 10 %" not in "\n".join(lines)
+    shown.interrupt()
+    assert "download 20 %" in shown.end()[0]
+
+
 def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
     source = (
         START
