@@ -164,6 +164,22 @@ def test_all_containers_of_the_project_use_one_image(manifest: list[dict[str, An
     assert f"-t {images.pop()} " in (folder / "kubernetes.md").read_text()
 
 
+def test_the_image_installs_packages_before_it_copies_the_sources(folder: Path):
+    lines = (folder / "Containerfile").read_text().splitlines()
+    instructions = [line for line in lines if re.match(r"(COPY|RUN|LABEL|ARG) ", line)]
+    pins = instructions.index("COPY constraints.txt pyproject.toml ./")
+    sources = instructions.index("COPY . .")
+    assert sources - pins == 2, "one layer of packages, which a change of a source keeps"
+    assert all(line.startswith(("ARG", "LABEL")) for line in instructions[sources + 2 :])
+
+
+def test_the_image_has_no_file_that_is_made_in_a_checkout(repository: Path, folder: Path):
+    ignored = (folder / "Containerfile.dockerignore").read_text().split()
+    generated = [line for line in (repository / ".gitignore").read_text().split("\n")[1:] if line]
+    names = {pattern.removeprefix("**/").rstrip("/") for pattern in ignored}
+    assert {pattern.rstrip("/") for pattern in generated} - names == set()
+
+
 def test_the_batch_script_is_bash_and_its_page_names_its_variables(folder: Path):
     script = folder / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True)
