@@ -30,6 +30,7 @@ from rlpipe.config.guard import error_text, exit_if_forked, guarded
 from rlpipe.errors import ConfigError
 from rlpipe.slime.modules import provide
 from rlpipe.system.plain_files import read_plain
+from rlpipe.system.project import hidden_file, in_project
 
 MOST_SOURCE_BYTES = 16 * 1024**2
 GENERATE_NAMES = ("generate", "custom_generate")
@@ -127,9 +128,9 @@ def source_file(path: str) -> str | None:
 
 def _split_file(path: str) -> tuple[Path | None, str]:
     file, colon, name = path.rpartition(":")
-    if colon and file.endswith(".py"):
-        return Path(file), name
-    return (Path(path), "") if path.endswith(".py") else (None, "")
+    if not (colon and file.endswith(".py")):
+        file, name = (path, "") if path.endswith(".py") else ("", "")
+    return (Path(in_project(file)), name) if file else (None, "")
 
 
 def _split_dotted(path: str) -> tuple[str, str]:
@@ -137,6 +138,14 @@ def _split_dotted(path: str) -> tuple[str, str]:
     if not module or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
             "not the path of a function", where=path, found=repr(path), expected=_FORMS
+        )
+    if hidden := hidden_file(module):
+        raise ConfigError(
+            f"rlpipe has a package `{module.partition('.')[0]}` of its own, which is imported "
+            "instead of yours",
+            where=path,
+            found=f"your file {hidden.absolute()}",
+            do=f"name the file: {hidden}:{name}",
         )
     return module, name
 
