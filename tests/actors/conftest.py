@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import ray
 
 from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.fleet import Fleet
 from rlpipe.actors.engines.supervised import SupervisedEngine
 from rlpipe.actors.ray.local_ray import connect, disconnect
 from rlpipe.config.model import ResourcesConfig
-from tests.actors.engines.fake_engines import FakeEngine, FakeRouter, find_or_start
+from tests.actors.engines.fake_engines import FakeEngine, FakeRouter, find_or_start, renew
 from tests.actors.engines.fake_fleet import ENGINES, SPEC, Trainer
 
 NAMESPACE = "rlpipe-tests"
@@ -59,4 +58,4 @@ async def fleet(
     yield fleet
     await fleet.close()
     for actor in (fleet.router.actor, *(engine.actor for engine in fleet.engines)):
-        ray.kill(actor)
+        renew(actor)

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe.errors import EngineUnavailable
 
@@ -31,6 +32,10 @@ class FakeEngine:
         self.stuck = False
         self.hangs_s = self.marks_s = 0.0
         self.in_memory_tags = {"weights", "kv_cache", "cuda_graph"}
+
+    def renew(self) -> None:
+        """Become as a new actor, for the next test."""
+        FakeEngine.__init__(self, self.number, self.node)
 
     def start(self, spec: Any, rendezvous: str | None = None) -> str:
         if self.refuses:
@@ -104,6 +109,10 @@ class FakeRouter:
         self.routed: list[str] = []
         self.log: list[tuple[str, list[str]]] = []
 
+    def renew(self) -> None:
+        """Become as a new actor, for the next test."""
+        FakeRouter.__init__(self)
+
     def start(self, engine: Any, resources: Any, logs: str, engines: list[str]) -> str:
         if not self.alive:
             self.alive = True
@@ -137,3 +146,14 @@ def find_or_start(kind: type, name: str, *arguments: Any) -> Any:
     make: Any = ray.remote
     identity = {"name": name, "lifetime": "detached", "get_if_exists": True}
     return make(kind).options(num_cpus=0, **identity).remote(*arguments)
+
+
+def renew(actor: Any) -> None:
+    """Make an actor as good as new; end it if it has died or does not answer.
+
+    A new process for each actor of each test costs more than all the rest of these tests.
+    """
+    try:
+        ray.get(actor.renew.remote(), timeout=1.0)
+    except (GetTimeoutError, RayActorError):
+        ray.kill(actor)
