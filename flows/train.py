@@ -142,6 +142,7 @@ async def drive(
                     await keep_if_held(config.run, within_s=config.resources.stop_grace_s)
                     raise
                 await keep_last(config.run)
+                await observer.samples_page()
                 summary = await observer.report()
             completed = True
         finally:

@@ -15,13 +15,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
+
 from rlpipe.batch.files import read_samples, read_scored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectMissing, RlpipeError
 from rlpipe.lineage.history import MAX_DIFFERENCE, HistoryReader, iteration_metrics
+from rlpipe.lineage.sample_sets import write_run_samples
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.observe.overview import overview
-from rlpipe.observe.pictures import write_figure
+from rlpipe.observe.pages import SAMPLES_PAGE
 from rlpipe.observe.run_report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
@@ -65,7 +69,9 @@ class Observer:
             first,
             ctx.config.model_dump(mode="json"),
         )
-        self._log_timing(startup_seconds, {"start": startup_seconds})
+        address = flow_run.id and url_for("flow-run", flow_run.id)
+        link = {"flow_run_url": address} if address else {}
+        self._log_timing(startup_seconds, {"start": startup_seconds}, **link)
 
     def __enter__(self) -> Observer:
         return self
@@ -188,6 +194,27 @@ class Observer:
             self._ctx.progress.say(f"{self._ctx.config.run}: after {version} iterations {line}")
         await self.report()
 
+    async def samples_page(self) -> None:
+        """Write samples.html, to which the next report links."""
+        await asyncio.to_thread(self._write_samples)
+
+    def _write_samples(self) -> None:
+        try:
+            links = self._reader.read().links
+            write_run_samples(
+                self._ctx.files,
+                self._ctx.config.run,
+                self._ctx.directory,
+                self._reader.evaluation_nodes,
+                links,
+            )
+        except RlpipeError as error:
+            # The page can be written again (`tools.report`); the run is finished without it.
+            self._ctx.progress.say(
+                f"{self._ctx.config.run}: writing {SAMPLES_PAGE} failed: "
+                f"{type(error).__name__}: {error}"
+            )
+
     async def report(self) -> dict[str, Any]:
         """Write summary.json, report.html, report.png and the tables; return the summary."""
         summary, page = await asyncio.to_thread(self._write)
@@ -196,6 +223,9 @@ class Observer:
         return summary
 
     def _write(self) -> tuple[dict[str, Any], str]:
+        # matplotlib is only imported by processes that draw: one second of CPU time.
+        from rlpipe.observe.pictures import write_figure
+
         history = self._reader.read()
         directory = self._ctx.directory
         write_summary(history, directory / "summary.json")
@@ -211,7 +241,7 @@ class Observer:
             )
         return summarise(history), overview(history)
 
-    def _log_timing(self, seconds: float, other: dict[str, float], **entry: float) -> None:
+    def _log_timing(self, seconds: float, other: dict[str, float], **entry: float | str) -> None:
         line = {"time": time.time(), "seconds": seconds, "other": other, **entry}
         with (self._ctx.directory / "timing.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")

@@ -79,6 +79,11 @@ class HistoryReader:
             else f"{done} of {config.num_rollout} iterations",
         )
 
+    @property
+    def evaluation_nodes(self) -> dict[tuple[int, str], Node]:
+        """(weight version, held-out set) → node of each evaluation that was read."""
+        return {key: node for key, (_, node) in self._evaluations.items()}
+
     def _new_commits(self) -> list[Commit]:
         run = self._config.run
         after = self._commits[-1].iteration if self._commits else None

@@ -1,6 +1,6 @@
 """Choose the samples of a run that fit on one page of the sample viewer.
 
-Entry points: `write_samples`, `sample_sets`.
+Entry points: `write_run_samples`, `write_samples`, `sample_sets`.
 
 A run may have 2,000 iterations of 256 samples. The page takes the newest and the first rollout and
 evaluation, then those in the middle of the largest gaps, until `MAX_SAMPLES` or `MAX_TOKENS` is
@@ -24,7 +24,9 @@ from rlpipe.lineage.token_rows import (
     prompt_text,
     shown_evaluation,
     shown_rollout,
+    tokenizer_of,
 )
+from rlpipe.observe.pages import REPORT_PAGE, REPORT_TITLE, SAMPLES_PAGE, SAMPLES_TITLE
 from rlpipe.observe.viewer import END_TOKENS, ShownSet, write_viewer
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Node
@@ -49,7 +51,7 @@ class Source(NamedTuple):
         """Name of the set on the page."""
         if self.dataset is None:
             return f"iteration {self.iteration}"
-        return f"held-out {self.dataset}, after {self.iteration} iterations"
+        return f"{self.dataset} after {self.iteration} iterations"
 
     @property
     def order(self) -> tuple[int, bool, str]:
@@ -93,6 +95,28 @@ def write_samples(
     if decode is None:
         about += " Without a tokenizer, tokens are numbers."
     return write_viewer(run, about, sets, path, links=links)
+
+
+def write_run_samples(
+    files: Files,
+    run: str,
+    directory: Path,
+    evaluations: Mapping[tuple[int, str], Node],
+    links: Mapping[str, str],
+) -> Path:
+    """Write the samples of a run into its folder, where the report links to them.
+
+    `links`: other pages of the run. Raises: ObjectMissing, ObjectCorrupt.
+    """
+    others = {title: address for title, address in links.items() if title != SAMPLES_TITLE}
+    return write_samples(
+        files,
+        run,
+        directory / SAMPLES_PAGE,
+        tokenizer_of(files, run, directory.parent),
+        evaluations=evaluations,
+        links={REPORT_TITLE: REPORT_PAGE} | others,
+    )
 
 
 def sample_sets(

@@ -104,7 +104,8 @@ def line_chart(
     if len(drawn) == 1 and len(all_points) > FEW_POINTS and not dots:
         parts.append(_readings(all_points, frame, percent))
     label = escape(", ".join(drawn))
-    return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"')
+    wide = ' class="wide"' if width > 800 else ""
+    return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"{wide}')
 
 
 def all_zero(series: Mapping[str, Series]) -> bool:

@@ -22,6 +22,7 @@ const MEANINGS = {
 
 const state = { ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
 let drawn = 0; // groups that are drawn
+let filtersOpen = false; // on a narrow screen; a wide one always shows them
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -43,6 +44,10 @@ function number(value) {
 
 function rewardsOf(group) {
   return group.samples.map((sample) => sample.reward).filter((reward) => reward !== null);
+}
+
+function counted(count, noun) {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 function mean(values) {
@@ -285,7 +290,7 @@ function prompt(group) {
 function section({ set, group, samples }) {
   const rewards = rewardsOf(group);
   const total = group.samples.length;
-  const facts = [set.name, `${total} ${total === 1 ? "sample" : "samples"}`, group.fate];
+  const facts = [set.name, counted(total, "sample"), group.fate];
   if (samples.length < total) facts[1] = `${samples.length} of ${total} samples match`;
   if (rewards.length) facts.push(`mean reward ${number(mean(rewards))}`);
   if (total > 1 && !spread(group)) facts.push("rewards do not differ: no signal for methods that compare within a group");
@@ -305,7 +310,7 @@ function more(groups, list, button) {
   }
   const left = groups.length - drawn;
   button.hidden = !left;
-  button.textContent = `Show more (${left} ${left === 1 ? "group" : "groups"} left)`;
+  button.textContent = `Show more (${counted(left, "group")} left)`;
 }
 
 function counts(groups) {
@@ -314,7 +319,7 @@ function counts(groups) {
   const onPage = sets.reduce((sum, set) => sum + set.groups.reduce((count, group) => count + group.samples.length, 0), 0);
   const stored = sets.reduce((sum, set) => sum + set.total, 0);
   const differ = groups.filter(({ group }) => spread(group)).length;
-  const parts = [`${groups.length} groups, ${samples} samples; rewards differ in ${differ} of the groups.`];
+  const parts = [`${counted(groups.length, "group")}, ${counted(samples, "sample")}; rewards differ in ${differ} of the groups.`];
   if (onPage < stored) parts.push(`${(stored - onPage).toLocaleString("en")} of ${stored.toLocaleString("en")} stored samples are left out of this page.`);
   return make("p", { class: "counts", role: "status" }, parts.join(" "));
 }
@@ -325,7 +330,13 @@ function browse() {
   const list = make("div");
   const button = make("button", { type: "button", class: "more" });
   button.addEventListener("click", () => more(groups, list, button));
-  ROOT.append(make("div", { class: "chooser" }, ...filters(), colours()), counts(groups));
+  const [iteration, ...rest] = filters();
+  rest.forEach((filter) => filter.classList.add("filter"));
+  const toggle = make("button", { type: "button", class: "toggle", onclick: () => {
+    filtersOpen = !filtersOpen;
+    draw();
+  } }, filtersOpen ? "Hide filters" : "Filters");
+  ROOT.append(make("div", { class: filtersOpen ? "chooser open" : "chooser" }, iteration, toggle, ...rest, colours()), counts(groups));
   if (!groups.length) list.append(make("p", {}, PAGE.sets.length ? "No sample matches these filters." : "There are no samples."));
   more(groups, list, button);
   ROOT.append(list, button);
@@ -342,17 +353,18 @@ function recurring() {
     }
   });
   const several = [...byPrompt].filter(([, seen]) => seen.size > 1);
-  const change_ = ([, seen]) => {
+  // Sets are in order of iteration, so the first and the last are the earliest and the latest.
+  const changed = ([, seen]) => {
     const means = [...seen.values()].map((group) => mean(rewardsOf(group)) ?? 0);
-    return Math.max(...means) - Math.min(...means);
+    return Math.abs(means.at(-1) - means[0]);
   };
-  return several.sort((x, y) => change_(y) - change_(x));
+  return several.sort((x, y) => changed(y) - changed(x));
 }
 
 function column(position, group) {
   const rewards = rewardsOf(group);
   return make("div", {}, make("h2", {}, PAGE.sets[position].name),
-    make("p", {}, `mean reward ${number(mean(rewards))} · ${group.samples.length} samples · ${group.fate}`),
+    make("p", {}, `mean reward ${number(mean(rewards))} · ${counted(group.samples.length, "sample")} · ${group.fate}`),
     cards(group.samples));
 }
 
@@ -366,7 +378,6 @@ function compare() {
   const seen = chosen[1];
   const sets = [...seen.keys()].sort((x, y) => x - y);
   const side = (name, fallback) => (seen.has(Number(state[name])) && state[name] !== "" ? Number(state[name]) : fallback);
-  // Sets are in order of iteration, so the first and the last are the earliest and the latest.
   const a = side("a", sets[0]);
   const b = side("b", sets.at(-1));
   const options = sets.map((position) => [String(position), PAGE.sets[position].name]);
@@ -375,7 +386,8 @@ function compare() {
     stepper("Prompt", texts, String(chosen[0]), (value) => change({ prompt: value, a: "", b: "" })),
     stepper("Left", options, String(a), (value) => change({ a: value })),
     stepper("Right", options, String(b), (value) => change({ b: value })), colours()));
-  ROOT.append(make("p", { class: "counts" }, `${prompts.length} prompts occur in two or more iterations; those whose mean reward changed most come first.`));
+  ROOT.append(make("p", { class: "counts" }, "Prompts that occur in two or more iterations: " +
+    `${counted(prompts.length, "prompt")}. The largest change of the mean reward, from the earliest to the latest, comes first.`));
   ROOT.append(make("section", { class: "group" }, ...prompt(seen.get(a)),
     make("div", { class: "two" }, column(a, seen.get(a)), column(b, seen.get(b)))));
 }

@@ -82,13 +82,16 @@ class Written:
         dataset: int = 0,
         answers: dict[str, str] | None = None,
         index: int = -1,
+        right: float = 1.0,
     ) -> None:
         """Record an evaluation of the newest weights (or those of `index`). `answers`: group id →
-        response."""
+        response; the reward of "right" is `right`, of others 0."""
         chosen = self.config.evaluation.datasets[dataset]
         inputs = eval_inputs(self.config, chosen, self.weights[index])
         samples = [answered(group_id, text) for group_id, text in (answers or {"q": "a"}).items()]
-        rows = [RewardRow(of.group_id, of.index, float(of.response == "right")) for of in samples]
+        rows = [
+            RewardRow(of.group_id, of.index, right * (of.response == "right")) for of in samples
+        ]
         record = write_evaluation(self.files, inputs.digest, 0, samples, rows)
         self.nodes.commit(
             inputs.node(files=(record,), outputs={"accuracy": accuracy, "scored": len(samples)})
@@ -320,3 +323,33 @@ def test_phase_switches_on_shared_gpus_are_metrics_of_their_iteration():
         "perf/gpu_used_bytes": 9.0,
     }
     assert iteration_metrics(outputs) == expected
+
+
+def test_a_mean_of_rewards_other_than_0_and_1_is_not_an_accuracy(run: Written):
+    run.evaluate(0.5, answers={"a": "right", "b": "wrong"}, right=0.4)
+    run.evaluate(0.5, dataset=1, answers={"a": "right", "b": "wrong"})
+    history = run.reader().read()
+    assert history.measure("held") == "mean reward"
+    assert history.measure("other") == "accuracy"
+    assert history.totals["held_out_measure"] == "mean reward"
+
+
+def test_a_threshold_of_a_set_gives_a_pass_rate(tmp_path: Path):
+    datasets = [{**DATASETS[0], "pass_threshold": 0.3}]
+    run = Written(tmp_path, evaluation={"datasets": datasets})
+    run.evaluate(0.2, answers={"a": "right", "b": "wrong"}, right=0.4)
+    history = run.reader().read()
+    assert history.measure("held") == "pass rate"
+    assert [score.value for score in history.scores("held")] == [0.5]
+
+
+def test_the_links_are_the_page_of_samples_and_the_newest_flow_run(run: Written):
+    run.spent(1.0, {"start": 1.0})
+    assert run.reader().read().links == {}
+    for number in range(2):
+        with (run.directory / "timing.jsonl").open("a") as log:
+            entry = {"seconds": 1, "other": {}, "flow_run_url": f"http://host/{number}"}
+            log.write(json.dumps(entry) + "\n")
+    (run.directory / "samples.html").write_text("")
+    links = {"Samples": "samples.html", "Prefect run": "http://host/1"}
+    assert run.reader().read().links == links

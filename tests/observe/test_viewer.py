@@ -136,6 +136,10 @@ result.reward = [look({ set: "all", rmin: "0.2", rmax: "0.3" }), cards()];
 result.status = look({ set: "all", status: "truncated" });
 result.outcome = look({ set: "all", fate: "cut" });
 result.length = look({ set: "all", lmin: "3" });
+document.querySelector(".toggle").click();
+result.toggled = [document.querySelector(".chooser").classList.contains("open")];
+document.querySelector(".toggle").click();
+result.toggled.push(document.querySelector(".chooser").classList.contains("open"));
 result.none = [look({ text: "absent" }), document.body.textContent.includes("No sample matches")];
 result.hash = location.hash;
 change({ ...DEFAULTS, view: "compare" });
@@ -175,6 +179,7 @@ def test_filters_by_text_reward_status_outcome_and_length(drawn: dict[str, Any])
     assert drawn["reward"] == [["g4"], 1]
     assert drawn["status"] == drawn["outcome"] == drawn["length"] == ["g3"]
     assert drawn["none"] == [[], True]
+    assert drawn["toggled"] == [True, False]
     assert drawn["hash"] == "#text=absent", "the address names the view"
 
 
