@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import takewhile
 
 import pytest
 import torch
@@ -18,19 +20,42 @@ from tests.sync.setups import transport_setup
 
 READ = """
 import pickle, sys, torch
-for name, tensor in pickle.loads(sys.stdin.buffer.read()):
-    print(name, tensor.dtype, tuple(tensor.shape), tensor.double().sum().item())
+while size := int.from_bytes(sys.stdin.buffer.read(8), "big"):
+    for name, tensor in pickle.loads(sys.stdin.buffer.read(size)):
+        print(name, tensor.dtype, tuple(tensor.shape), tensor.double().sum().item())
+    print(flush=True)
 """
 
 
-def read_in_another_process(pickled: bytes) -> list[str]:
-    answer = subprocess.run(
-        [sys.executable, "-c", READ], input=pickled, capture_output=True, check=True, timeout=120
-    )
-    return answer.stdout.decode().splitlines()
+class Reader:
+    """A process that reads tensors by their references."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", READ]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def read(self, pickled: bytes) -> list[str]:
+        """Return one line for each tensor."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(len(pickled).to_bytes(8, "big") + pickled)
+        self._process.stdin.flush()
+        lines = iter(self._process.stdout.readline, b"")
+        return [line.decode().rstrip() for line in takewhile(bytes.strip, lines)]
+
+    def end(self) -> None:
+        _, errors = self._process.communicate(timeout=30)
+        assert (self._process.returncode, errors) == (0, None)
 
 
-def test_another_process_reads_each_placed_bucket():
+@pytest.fixture(scope="module")
+def readers() -> Iterator[list[Reader]]:
+    made = [Reader(), Reader()]
+    yield made
+    for reader in made:
+        reader.end()
+
+
+def test_another_process_reads_each_placed_bucket(readers: list[Reader]):
     buffer = SharedBuffer()
     for scale in (1.0, 2.0):
         bucket = [
@@ -40,22 +65,20 @@ def test_another_process_reads_each_placed_bucket():
         ]
         placed = buffer.place(bucket)
         assert placed is not None
-        assert read_in_another_process(references(placed)) == [
+        assert readers[0].read(references(placed)) == [
             f"a torch.float32 (3, 5) {15 * scale}",
             f"b torch.bfloat16 (7,) {7 * scale}",
             f"c torch.float32 () {scale}",
         ]
 
 
-def test_each_reader_gets_its_own_reference_and_the_block_stays():
+def test_each_reader_gets_its_own_reference_and_the_block_stays(readers: list[Reader]):
     buffer = SharedBuffer()
     for scale in (1.0, 2.0, 3.0):
         placed = buffer.place([("a", torch.full((4,), scale))])
         assert placed is not None
-        for _ in range(3):
-            assert read_in_another_process(references(placed)) == [
-                f"a torch.float32 (4,) {4 * scale}"
-            ]
+        for reader in (*readers, readers[0]):
+            assert reader.read(references(placed)) == [f"a torch.float32 (4,) {4 * scale}"]
 
 
 def test_without_shared_memory_no_bucket_is_placed(monkeypatch, tmp_path):
