@@ -17,7 +17,7 @@ from pathlib import Path
 from rlpipe.config.data import FilePrompts, NoReward, PromptSource, PythonReward, RewardConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.import_check import check_imports
-from rlpipe.config.load import find_recipe, load_run, warm_start_overrides
+from rlpipe.config.load import find_recipe, load_run, require_files, warm_start_overrides
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import HuggingFaceModel, MadeModel
 from rlpipe.config.problems import nearest
@@ -187,9 +187,9 @@ def _warm_starts(config: RunConfig) -> list[RunConfig]:
                     found=" → ".join(map(str, (*seen, path))),
                 )
             seen.append(path)
-            config = load_run(
-                config.warm_start, warm_start_overrides(config), f"{config.run}.warm_start"
-            )
+            overrides = warm_start_overrides(config)
+            require_files(config.warm_start, overrides)
+            config = load_run(config.warm_start, overrides, f"{config.run}.warm_start")
         except ConfigError as error:
             error.add_note(f"in the recipe of warm_start={config.warm_start}")
             raise

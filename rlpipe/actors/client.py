@@ -24,12 +24,15 @@ from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, RlpipeError
 from rlpipe.lineage.states import Lineage
+from rlpipe.observe.terminal import ReportedWaits, waiting_for
 from rlpipe.types import DataState
 
 CALL_TIMEOUT_S = 120.0
 # The conductor applies the deadlines and reports which call was late. Only if the conductor itself
 # does not answer within this time more, the client raises.
 GRACE_S = 30.0
+SHOW_INTERVAL_S = 0.5
+"""Seconds between two questions what the conductor waits for."""
 
 
 class _DriverHandle:
@@ -177,7 +180,8 @@ async def open_cluster(
     """
     namespace = named.namespace(config.cluster)
     # Idempotent: an iteration in a process that already is a driver keeps its connection.
-    connect(config.resources, home, namespace=namespace)
+    with waiting_for("Ray"):
+        connect(config.resources, home, namespace=namespace)
     await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
@@ -192,14 +196,29 @@ async def open_cluster(
 
 async def _open_conductor(driver: Driver, spec: ClusterSpec) -> ActorHandle:
     conductor = named.conductor(spec.config.cluster, str(Path.cwd()))
-    await call_or_kill(
-        conductor,
-        conductor.open.remote(driver, spec),
-        where="conductor.open",
-        # generator, trainer and engines each have the timeout for themselves
-        deadline_s=3 * spec.config.resources.start_timeout_s,
-    )
+    with ReportedWaits() as waits:
+        waits.show(["actors of the run"])
+        showing = asyncio.create_task(_show_waits(conductor, waits))
+        try:
+            await call_or_kill(
+                conductor,
+                conductor.open.remote(driver, spec),
+                where="conductor.open",
+                # generator, trainer and engines each have the timeout for themselves
+                deadline_s=3 * spec.config.resources.start_timeout_s,
+            )
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
     return conductor
+
+
+async def _show_waits(conductor: ActorHandle, waits: ReportedWaits) -> None:
+    """Show on the terminal what the conductor waits for, until this task is cancelled."""
+    while True:
+        starting = conductor.starting.remote()
+        waits.show(await call(starting, where="conductor.starting", deadline_s=CALL_TIMEOUT_S))
+        await asyncio.sleep(SHOW_INTERVAL_S)
 
 
 def _has_conductor(config: RunConfig) -> bool:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Conductor:
         self._set_up: TrainerSpec | None = None
         """Spec that all ranks were set up with."""
         self._open_lock = asyncio.Lock()
+        self._starting: list[str] = []
         self._idle_watch = IdleWatch(lambda: self.close(None), self._open_lock)
 
     async def open(self, driver: Driver, spec: ClusterSpec) -> None:
@@ -96,6 +97,18 @@ class Conductor:
             except BaseExceptionGroup as group:
                 # the caller expects the named error of an actor, not a group
                 raise group.exceptions[0] from group
+
+    async def starting(self) -> list[str]:
+        """Return what `open` waits for now, in words for the terminal."""
+        return list(self._starting)
+
+    @contextmanager
+    def _waiting_for(self, name: str) -> Iterator[None]:
+        self._starting.append(name)
+        try:
+            yield
+        finally:
+            self._starting.remove(name)
 
     async def collective(
         self, driver: Driver, method: str, deadline_s: float, arguments: dict[str, Any]
@@ -292,7 +305,8 @@ class Conductor:
 
     async def _set_up_trainer(self, trainer: TrainerGroup, wanted: TrainerSpec) -> None:
         self._set_up = None  # stays None if the set-up fails
-        await trainer.setup(wanted)
+        with self._waiting_for("trainer"):
+            await trainer.setup(wanted)
         self._set_up = wanted
 
     async def _find_ranks(self, actors: NamedActors, config: RunConfig) -> None:
@@ -306,7 +320,8 @@ class Conductor:
             if replace:
                 self._set_up = None
                 lock.group = None
-            await asyncio.to_thread(lambda: actors.reserve(engines=config.needs_engines))
+            with self._waiting_for("CPUs and GPUs of the run"):
+                await asyncio.to_thread(lambda: actors.reserve(engines=config.needs_engines))
             if replace:
                 lock.group = await asyncio.to_thread(
                     TrainerGroup.of, actors.trainer, config.resources
@@ -330,9 +345,11 @@ class Conductor:
             deadline_s=spec.config.resources.start_timeout_s,
         )
         if not spec.config.needs_engines:
-            await ready
+            with self._waiting_for("generator"):
+                await ready
             return
-        await asyncio.gather(ready, self._open_fleet(spec))
+        with self._waiting_for("engines and router"):
+            await asyncio.gather(ready, self._open_fleet(spec))
         await self._connect_generator(str(self._router_url))
 
     async def _open_fleet(self, spec: ClusterSpec) -> None:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from rlpipe.batch.build import Batch
 from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
@@ -38,6 +38,10 @@ from rlpipe.store.parquet.rows import (
 from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, make_table
 from rlpipe.store.parquet.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
+
+if TYPE_CHECKING:
+    # Imports torch, which processes that only read or write files do not need.
+    from rlpipe.batch.build import Batch
 
 FLOAT_COLUMNS = tuple(name for name in RESPONSE_COLUMNS if name != "loss_mask")
 """Response columns of a batch that are float32 and may be missing."""

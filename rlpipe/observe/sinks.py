@@ -8,18 +8,21 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
-from tensorboard.plugins.text.summary_v2 import text_pb
-from torch.utils.tensorboard import SummaryWriter
 
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class Sink(Protocol):
@@ -102,7 +105,11 @@ class Sinks:
 
 
 class TensorBoardSink:
-    """TensorBoard event files. Every write reaches the disk at once."""
+    """TensorBoard event files. Every write reaches the disk at once.
+
+    Uses TensorBoard's own writer. torch's `SummaryWriter` would import torch into the process that
+    drives the run, for more than a second of CPU time.
+    """
 
     def __init__(self, directory: str | Path, first_step: int = 0) -> None:
         """Set the folder of the event file, which the first write creates.
@@ -112,29 +119,43 @@ class TensorBoardSink:
         """
         self.directory = Path(directory)
         self._first_step = first_step
-        self._opened: SummaryWriter | None = None
-
-    @property
-    def _writer(self) -> SummaryWriter:
-        # SummaryWriter creates its file at once, so it is made for the first value.
-        if self._opened is None:
-            self._opened = SummaryWriter(str(self.directory), purge_step=self._first_step or None)
-        return self._opened
+        self._opened: EventFileWriter | None = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the scalars of one step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, float(value), step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         if values:
-            self._writer.flush()
+            scalars = [
+                Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()
+            ]
+            self._add(Event(step=step, summary=Summary(value=scalars)))
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Write a line of text for one step."""
-        # SummaryWriter.add_text would change the tag to `<name>/text_summary`.
-        file_writer = self._writer._get_file_writer()
-        assert file_writer is not None
-        file_writer.add_summary(text_pb(name, text), step)
-        self._writer.flush()
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._add(Event(step=step, summary=text_pb(name, text)))
+
+    def _add(self, event: Event) -> None:
+        """Write an event to the disk. The first one creates the file."""
+        if self._opened is None:
+            self._opened = self._open()
+        event.wall_time = time.time()
+        self._opened.add_event(event)
+        self._opened.flush()
+
+    def _open(self) -> EventFileWriter:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        writer = EventFileWriter(str(self.directory))
+        if self._first_step:
+            start = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(wall_time=time.time(), step=self._first_step, session_log=start))
+        return writer
 
     def close(self) -> None:
         """Close the event file, if one was created."""

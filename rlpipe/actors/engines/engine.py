@@ -24,9 +24,6 @@ from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from rlpipe.model_dir import directory_here
-from rlpipe.sync.fp8 import fp8_directory
-from rlpipe.sync.transports.mirror import Mirror
-from rlpipe.sync.transports.versions import WeightStore
 from rlpipe.system.ports import free_port
 
 FILES = "files"
@@ -90,6 +87,9 @@ class EngineSpec:
         """
         model_dir = directory_here(self.model_dir, self.source)
         if self.engine.quantization == "fp8":
+            # Imports torch. Processes that only hold the settings do without it.
+            from rlpipe.sync.fp8 import fp8_directory
+
             return fp8_directory(model_dir, Path(self.logs).parents[1] / "models")
         return model_dir
 
@@ -273,6 +273,10 @@ class EngineActor:
 
         Runs in the concurrency group `files`. Raises: as `Mirror.fetch`.
         """
+        # They import torch, which an engine without weight files does not need.
+        from rlpipe.sync.transports.mirror import Mirror
+        from rlpipe.sync.transports.versions import WeightStore
+
         return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:

@@ -36,6 +36,7 @@ LONGEST_SOCKET_FOLDER = 107 - len(
     "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.12345"
 )
 CONNECT_TIMEOUT_S = 5.0
+NICENESS = "RAY_worker_niceness"
 OBJECT_STORE_BYTES = 256 * 1024**2
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 HOW_TO_JOIN = (
@@ -94,7 +95,7 @@ def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
     # two CPUs more than bundles, for tasks that look at the placement
     num_cpus = resources.trainer_ranks + resources.critic_ranks + resources.rollout_num_gpus + 2
     _init(
-        ray_access.settings(home),
+        {**ray_access.settings(home), **_niceness()},
         address="local",
         namespace=namespace,
         num_cpus=num_cpus,
@@ -103,6 +104,14 @@ def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(temporary_folder(home)),
     )
+
+
+def _niceness() -> dict[str, str]:
+    """Return the variable that gives workers of a local Ray the priority of this process.
+
+    By default Ray runs workers at nice 15, so any other program of the machine starves the run.
+    """
+    return {NICENESS: os.environ.get(NICENESS, "0")}
 
 
 def _leave_dead() -> ActorLost | None:

@@ -95,7 +95,7 @@ class NamedActors:
     def trainer(self, rank: int) -> ActorHandle:
         """Find or start a rank. Numbers of the critic's own ranks follow those of the policy."""
         from rlpipe.actors.trainer.group import STATUS
-        from rlpipe.actors.trainer.rank_actors import rank_actor
+        from rlpipe.actors.trainer.rank_class import rank_actor
 
         actor_class, arguments = rank_actor(rank, self._resources, self._cwd)
         name = self._rank_names[rank]

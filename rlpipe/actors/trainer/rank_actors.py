@@ -5,7 +5,7 @@
 while the policy scores, optimizer steps while the policy takes its own. Its part of a checkpoint is
 in the subfolder `critic`.
 
-Entry point: `rank_actor`, the class and arguments of a rank.
+Ray gets these classes through `rank_class`, which forwards every call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rlpipe.batch.build import with_advantages
 from rlpipe.batch.files import read_batch, write_batch
 from rlpipe.batch.metrics import batch_metrics
 from rlpipe.config.megatron_hooks import MegatronHooks
-from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
@@ -264,17 +263,3 @@ class CriticRank(Rank[CriticEngine]):
 
     def _checkpoint_prefix(self, prefix: str) -> str:
         return f"{prefix}/critic"
-
-
-def rank_actor(
-    number: int, resources: ResourcesConfig, cwd: str
-) -> tuple[type[TrainerRank | CriticRank], tuple[Any, ...]]:
-    """Return the actor class of a rank, and the arguments to start it with.
-
-    Numbers of the critic's own ranks follow those of the policy.
-    """
-    policy_ranks = resources.trainer_ranks
-    if number < policy_ranks:
-        return TrainerRank, (number, policy_ranks, cwd)
-    rank = number - policy_ranks
-    return CriticRank, (rank, resources.critic_ranks, policy_ranks, cwd)

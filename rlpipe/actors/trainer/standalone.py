@@ -18,6 +18,7 @@ import ray
 from rlpipe.actors.ray.local_ray import claim_gpus, connect
 from rlpipe.actors.ray.placement import Placement
 from rlpipe.actors.trainer.group import STATUS, TrainerGroup
+from rlpipe.actors.trainer.rank_class import rank_actor
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.config.run import RunConfig
 from rlpipe.model_dir import model_directory
@@ -33,9 +34,6 @@ async def standalone_trainer(
     `name`: of the Ray namespace. `options`: further Ray options of the ranks. Raises: ResourceError
     if the cluster has no room; errors of the set-up.
     """
-    # Imported here: Megatron takes seconds, which a fork that restores nothing does not need.
-    from rlpipe.actors.trainer.rank_actors import rank_actor
-
     connect(config.resources, home, namespace=f"rlpipe-{name}")
     await claim_gpus(config.resources, owner=f"{name}, of run {config.run}", engines=False)
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
