@@ -24,9 +24,9 @@ from flows.stopping import (
 from rlpipe.actors.ray.local_ray import connect
 from rlpipe.actors.ray.named import namespace
 from rlpipe.config.load import home as default_home
-from rlpipe.config.load import load_run, unused_keys, warm_start_overrides
+from rlpipe.config.load import load_run, require_files, unused_keys, warm_start_overrides
 from rlpipe.config.run import RunConfig
-from rlpipe.data.hub_commits import pinned
+from rlpipe.data.hub_commits import as_recorded
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
 from rlpipe.preflight import check, note_full_disk
@@ -85,11 +85,11 @@ async def train(
     """
     overrides, run = apply_seed_and_fork(recipe, [*site, *overrides], run, seed=seed, fork=fork)
     home = default_home()
-    config = pinned(
-        load_run(recipe, overrides, format_run_name(run, flow_run.scheduled_start_time)), home
-    )
+    run = format_run_name(run, flow_run.scheduled_start_time)
+    config = as_recorded(load_run(recipe, overrides, run), home)
     # Before the checks: the artifact shows a configuration that they refuse.
     await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
+    require_files(recipe, overrides)
     check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:

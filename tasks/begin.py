@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from rlpipe.actors.trainer.checkpoints import prune
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import BranchModel
+from rlpipe.config.paths import with_moved_paths
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.lineage.stage_inputs import (
@@ -23,6 +24,7 @@ from rlpipe.lineage.stage_inputs import (
     schedule_length,
 )
 from rlpipe.observe.progress import Progress
+from rlpipe.observe.terminal import waiting_for
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments, current_state
@@ -65,7 +67,6 @@ async def begin(
     check_same_run(Branches(files), config)
     # Before the actors start: rebuilding weights needs the GPUs that they would take.
     origin = await fork_point(files, config, home, progress, takeover=takeover)
-    progress.stage("start", note="Ray, engines, trainer, generator (about 30 s on CPUs)")
     ctx = await open_context(config, home, progress, takeover=takeover)
     try:
         if config.data.overlong_prompts != "error":
@@ -125,10 +126,9 @@ async def first_iteration(ctx: RunContext, origin: Commit | None = None) -> int:
     if origin is not None:
         begin_fork(ctx.files, ctx.config, origin, ctx.fingerprint)
     elif ctx.branches.find(ctx.config.run) is None:
-        ctx.progress.stage("start", note="first weights")
-        ctx.branches.create(
-            ctx.config.run, ctx.config.model_dump(mode="json"), await first_weights(ctx)
-        )
+        with waiting_for("first weights"):
+            init = await first_weights(ctx)
+        ctx.branches.create(ctx.config.run, ctx.config.model_dump(mode="json"), init)
     check_same_model(ctx)
     newest = ctx.branches.newest(ctx.config.run)
     return newest.iteration + 1 if newest else 0
@@ -142,7 +142,7 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     record = branches.find(config.run)
     if record is None:
         return
-    stored = validate_stored(record.config)
+    stored = with_moved_paths(validate_stored(record.config), config)
     differing = sorted(_differences(_decisive(stored), _decisive(config)))
     if differing:
         newest = branches.newest(config.run)

@@ -161,7 +161,8 @@ def _read(file: Path, path: str) -> bytes:
             where=path,
             found=ascii(f"{file.absolute()}: {getattr(error, 'strerror', error)}")[1:-1],
             expected="a Python file" + (f"; the folder has {', '.join(near)}" if near else ""),
-            do="give a path relative to the folder that the run starts in, or an absolute path",
+            do="correct the path; a relative path counts from the recipe's folder, "
+            "else from the current folder",
         ) from error
 
 

@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang
 from rlpipe.config.introduced import upgraded
+from rlpipe.config.paths import check_paths, located
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
 from rlpipe.config.smoke import apply_smoke, merged
@@ -102,6 +103,7 @@ def load_run(
     `overrides`: `dotted.key=value` with a YAML value. List items are numbered:
     `evaluation.datasets.0.temperature=0`.
     `run`: name of the run; None: the recipe's `run`, else its file name.
+    Paths of files are absolute in the result (`rlpipe.config.paths`).
 
     Raises: ConfigError.
     """
@@ -119,6 +121,16 @@ def unused_keys(
     if Path(origin.file).resolve().parent in (RECIPES, SLIME_DEFAULTS):
         origin.lines = {}  # report overrides only
     return unused(config, origin)
+
+
+def require_files(
+    recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None
+) -> None:
+    """Check that all files that a recipe names exist. Raises: ConfigError, also as `load_run`.
+
+    `load_run` does not require them: `--dump-config` works on a machine without the files.
+    """
+    check_paths(*load_with_origin(recipe, overrides, run))
 
 
 def load_with_origin(
@@ -145,7 +157,7 @@ def load_with_origin(
         origin.overrides["run"] = f"run={run}"
     config = validate(_with_preset(values, origin), origin)
     _refuse_reserved_names(config, origin)
-    return config, origin
+    return located(config, origin), origin
 
 
 def _refuse_reserved_names(config: RunConfig, origin: Origin) -> None:

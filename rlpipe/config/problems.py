@@ -49,9 +49,12 @@ class Origin:
 
         The file itself is the origin of the whole configuration ("").
         """
+        # First: an override of a section or a list also replaced the keys of the file in it.
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            if override := self.overrides.get(".".join(parts[:length])):
+                return f"override {override}"
         while key:
-            if key in self.overrides:
-                return f"override {self.overrides[key]}"
             if key in self.lines:
                 return f"{self.file}:{self.lines[key]}"
             if key in self.elsewhere:

@@ -1,4 +1,4 @@
-"""Fix the commit of every model and data file of a run that comes from the Hugging Face Hub.
+"""Fix the files of a run: their recorded paths, and their commits on the Hugging Face Hub.
 
 `pinned` adds the hash of the commit to each address: `Qwen/Qwen3-0.6B` becomes
 `Qwen/Qwen3-0.6B@c1899de289a0...`. The stored configuration of the run thus names what it trained,
@@ -14,6 +14,7 @@ from typing import Any
 from rlpipe.config.data import FilePrompts
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import HuggingFaceModel
+from rlpipe.config.paths import with_recorded_paths
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompt_files import split_slice
 from rlpipe.store.branches import Branches
@@ -21,6 +22,15 @@ from rlpipe.store.objects.files import Files
 from rlpipe.system.hub import HubReference, file_reference, model_reference, resolved
 
 Keys = tuple[str | int, ...]
+
+
+def as_recorded(config: RunConfig, home: Path) -> RunConfig:
+    """Return the configuration with the files that the run, or a fork's parent, has recorded.
+
+    Raises: as `pinned`.
+    """
+    stored = _stored(config, home)
+    return pinned(config if stored is None else with_recorded_paths(config, stored), home)
 
 
 def pinned(config: RunConfig, home: Path) -> RunConfig:

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from rlpipe.errors import DataError
 from rlpipe.system.hub import fetched_file, file_reference
 from rlpipe.system.plain_files import open_plain
+from rlpipe.system.project import in_project
 
 Row = tuple[str, dict[str, Any]]
 """(name for errors, content)."""
@@ -281,7 +282,7 @@ def _local_path(path: str) -> str | None:
     if (reference := file_reference(path)) is not None:
         return str(fetched_file(reference, path))
     if "://" not in path and "::" not in path:
-        return os.path.expanduser(path)  # noqa: PTH111 - pathlib raises for an unknown "~user"
+        return os.path.expanduser(in_project(path))  # noqa: PTH111 - pathlib raises for an unknown "~user"
     protocol, _, rest = path.partition("://")
     return rest if protocol in ("file", "local") else None
 
@@ -301,7 +302,8 @@ def _read_range(path: str, start: int, length: int | None) -> bytes:
             where=path,
             found=f"{type(error).__name__}: {error}",
             expected="a file, an fsspec URL, or hf://datasets/org/name/path of a file on the Hub",
-            do="a relative path is relative to the folder in which the run is started",
+            do="correct data.prompts.paths; a relative path counts from the recipe's folder, "
+            "else from the current folder",
         ) from error
 
 

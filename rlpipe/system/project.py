@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 PACKAGES = ("flows", "tasks", "tools", "deployments")
@@ -42,3 +43,28 @@ def hidden_file(module: str) -> Path | None:
         return None
     file = Path(*parts).with_suffix(".py")
     return file if file.is_file() else None
+
+
+def in_project(path: str) -> str:
+    """Return the path of a file: of the current folder, else of the project if it has the file."""
+    return str(PROJECT / path) if is_of_project(path) and not _exists(Path(path)) else path
+
+
+def is_of_project(path: str) -> bool:
+    """True for a relative path of a file of the project that the current folder does not hide.
+
+    `deployments/recipes/agents.py` is such a path in every folder without a file of this name.
+    """
+    file = Path(path)
+    if file.is_absolute() or not file.parts or file.parts[0] not in (*PACKAGES, _LIBRARY.name):
+        return False
+    if not _exists(PROJECT / file):
+        return False
+    return not _exists(file) or file.samefile(PROJECT / file)
+
+
+def _exists(path: Path) -> bool:
+    """True if the path exists; False also for a name that no file can have."""
+    with suppress(OSError, ValueError):
+        return path.exists()
+    return False
