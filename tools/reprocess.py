@@ -21,6 +21,7 @@ from typing import Any, cast
 from flows.derived_runs import reprocessing, training_recipe
 from rlpipe.config.load import home, load_run, use_home
 from rlpipe.errors import RlpipeError
+from rlpipe.observe.comparison import AGREEMENT
 from rlpipe.observe.terminal import duration
 from rlpipe.preflight import check
 from rlpipe.reprocess.branch import Reprocessor
@@ -71,7 +72,7 @@ def show(figures: dict[str, Any], folder: Path) -> None:
         before = _format(row["before"])
         print(f"{row['what']:42} {before:>12} {_format(row['after']):>12}")
     for name, value in figures["agreement"].items():
-        print(f"{name.replace('_', ' '):42} {'':>12} {_format(value):>12}")
+        print(f"{AGREEMENT[name]:42} {'':>12} {_format(value):>12}")
     for k, reason in figures["without_advantages"].items():
         print(f"iteration {k} has no advantages: {reason}")
     print(

@@ -24,6 +24,19 @@ ABOUT = (
     "The same stored responses, scored and estimated twice. Nothing was sampled, and the stored "
     "data of the first run is unchanged. Advantages are means over a response's tokens."
 )
+AGREEMENT = {
+    "reward_changed": "samples with another reward",
+    "correlation": "correlation of the rewards",
+    "pairs_kept": "pairs in the same order",
+    "pairs_tied": "pairs with equal rewards now",
+    "pairs_turned": "pairs in the opposite order",
+}
+"""Measure → label on the page and in the terminal."""
+AGREEMENT_LEGEND = (
+    "A pair is two responses to one prompt that had different rewards before. In the same "
+    "order, training still prefers the same response. A correlation of 1 means equal rewards up to "
+    "scale and offset, 0 unrelated rewards, −1 opposite ones."
+)
 
 
 @dataclass(slots=True)
@@ -176,7 +189,7 @@ def _tables(comparison: Comparison) -> str:
         for row in figures(comparison)
     )
     measures = "".join(
-        f"<div><b>{value:.3f}</b><span>{escape(name.replace('_', ' '))}</span></div>"
+        f"<div><b>{_measure(name, value)}</b><span>{AGREEMENT[name]}</span></div>"
         for name, value in agreement(comparison).items()
     )
     changes = "".join(
@@ -185,11 +198,17 @@ def _tables(comparison: Comparison) -> str:
     )
     head = '<tr><th></th><th class="n">before</th><th class="n">after</th></tr>'
     parts = [
-        f'<section class="figures">{measures}</section>' if measures else "",
+        f'<section class="figures">{measures}</section><p class="note">{AGREEMENT_LEGEND}</p>'
+        if measures
+        else "",
         f"<h2>What was changed</h2>{_scrolling_table(changes)}" if changes else "",
         f'<h2>Figures</h2><div class="card"><table>{head}{rows}</table></div>',
     ]
     return "".join(parts)
+
+
+def _measure(name: str, value: float) -> str:
+    return f"{value:.3f}" if name == "correlation" else f"{value:.1%}"
 
 
 def _charts(comparison: Comparison) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlpipe.observe.comparison import (
+    AGREEMENT,
     Comparison,
     Example,
     IterationRow,
@@ -86,6 +87,9 @@ def test_page_and_picture_are_written_even_without_values_after(tmp_path: Path, 
     assert "&lt;script&gt;" in page
     assert "<script>" not in page
     assert "the &lt;reason&gt;" in page
+    assert ("pairs in the same order" in page) == bool(agreement(compared))
+    assert ("A pair is two responses to one prompt" in page) == bool(agreement(compared))
+    assert not set(agreement(compared)) - set(AGREEMENT), "every measure has a label"
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
