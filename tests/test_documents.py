@@ -16,6 +16,9 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FREE
+from tools.command.main import options
+from tools.command.verbs import VERBS, Verb
+from tools.init import make
 
 ROOT = Path(__file__).parents[1]
 ROOMS = [
@@ -33,6 +36,7 @@ DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [
         *ROOT.glob("*.md"),
+        *(ROOT / ".github").glob("*.md"),
         *(path for room in ROOMS for path in (ROOT / room).glob("*.md")),
     ]
     if path.name != "CHANGELOG.md"
@@ -41,9 +45,11 @@ GENERATED = "rlpipe/config/KEYS.md"
 NOT_KEYS = ("preset", "overrides")
 """Words before "=" of a command that are no keys: a model's preset, and the parameter of a flow."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-MODULE = re.compile(
-    r"python -m ([a-z_.]+)|python (tools/[a-z_]+\.py)|nproc-per-node 2 (tools/[a-z_]+\.py)"
+MODULE = re.compile(r"python -m ([a-z_.]+)|nproc-per-node 2 (tools/[a-z_]+\.py)")
+VERB = re.compile(
+    r"(?:^(?:\w+=\S+ )*(?:\.venv/bin/)?|&& )rlpipe (?=[a-z])([a-z0-9-]+(?: (?:hf2dist|dist2hf))?)"
 )
+OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
 def text_of(document: str) -> str:
@@ -130,21 +136,54 @@ def test_every_reference_link_is_defined(document):
     assert used - set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE)) == set()
 
 
+def verb_and_words(command: str) -> tuple[Verb, str] | None:
+    """Return a verb of `rlpipe` and its words; None for any other command."""
+    if found := VERB.search(command):
+        assert found[1] in VERBS, f"{command}: rlpipe has no {found[1]}"
+        return VERBS[found[1]], command[found.end() :]
+    if found := MODULE.search(command):
+        module = (found[1] or found[2]).removesuffix(".py").replace("/", ".")
+        verb = next((verb for verb in VERBS.values() if verb.module == module), None)
+        return (verb, command[found.end() :]) if verb else None
+    return None
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_command_of_the_project_exists_and_has_the_options(document):
+def test_every_target_of_make_exists(document):
     targets = set(re.findall(r"^([a-z0-9-]+):", text_of("Makefile"), re.MULTILINE))
+    used = [
+        found[1]
+        for command in commands(document)
+        if (found := re.match(r"(?:\w+=\S+ )*make ([a-z0-9-]+)", command))
+    ]
+    assert [target for target in used if target not in targets] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_verb_exists_and_has_the_options(document):
     for command in commands(document):
-        if found := re.match(r"(?:\w+=\S+ )*make ([a-z0-9-]+)", command):
-            assert found[1] in targets, command
-        if not (found := MODULE.search(command)):
+        if given := verb_and_words(command):
+            verb, words = given
+            missing = [option for option in OPTION.findall(words) if option not in options(verb)]
+            # Flags of slime are those of its table.
+            assert verb.name in ("train", "from-slime") or missing == [], f"{command}: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_other_module_exists_and_has_the_options(document):
+    for command in commands(document):
+        if verb_and_words(command) or not (found := MODULE.search(command)):
             continue
-        name = found[1] or found[2] or found[3]
+        name = found[1] or found[2]
         if not name.startswith(("tools", "deployments")):
             assert importlib.util.find_spec(name) is not None, command
             continue
         source = module_source(name)
-        options = re.findall(r"(?<!\S)(--[a-z-]+)", command[found.end() :])
-        missing = [option for option in options if f'"{option}"' not in source]
+        missing = [
+            option
+            for option in OPTION.findall(command[found.end() :])
+            if f'"{option}"' not in source
+        ]
         assert missing == [], f"{command}: {name} has no {missing}"
 
 
@@ -195,13 +234,16 @@ def test_every_yaml_example_is_a_configuration_or_a_part_of_one(document):
 
 def overrides_of(command: str) -> tuple[str, list[str]] | None:
     """Return recipe and overrides of a command that trains; None for any other."""
-    if not re.search(r"\bmake train\b|tools\.train\b", command):
+    if not re.search(r"\bmake train\b|\brlpipe train\b|tools\.train\b", command):
         return None
     words = [
         word for part in shlex.split(command) for word in shlex.split(part.removeprefix("ARGS="))
     ]
     recipe = next((word.partition("=")[2] for word in words if word.startswith("RECIPE=")), None)
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words else recipe
+    if recipe is None and "rlpipe train" in command:
+        first = words[words.index("train") + 1]
+        recipe = first if first[0] not in "-$" else None
     overrides = [word for word in words if re.match(r"[a-z][a-z_.]+=", word)]
     return (recipe, overrides) if recipe else None
 
@@ -212,6 +254,7 @@ def overrides_of(command: str) -> tuple[str, list[str]] | None:
 def test_every_training_command_has_a_valid_configuration(document, tmp_path, monkeypatch):
     example = next(code for code in blocks("README.md", "yaml") if code.startswith("# my_run.yaml"))
     (tmp_path / "my_run.yaml").write_text(example, encoding="utf-8")
+    make(tmp_path / "my_run")
     monkeypatch.chdir(tmp_path)
     for command in commands(document):
         if given := overrides_of(command):
