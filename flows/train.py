@@ -29,6 +29,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import as_recorded
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.progress import Progress
+from rlpipe.observe.terminal import waiting_for
 from rlpipe.preflight import check, note_full_disk
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
@@ -90,7 +91,8 @@ async def train(
     # Before the checks: the artifact shows a configuration that they refuse.
     await configuration_artifact(config, recipe, overrides, unused_keys(recipe, overrides))
     require_files(recipe, overrides)
-    check(config, home)
+    with waiting_for("checks before the start"):
+        check(config, home)
     with Stopping(config.resources.stop_grace_s) as stopping:
         try:
             return await result_or_cancelled(

@@ -31,6 +31,7 @@ from rlpipe.errors import ResourceError
 from rlpipe.lineage.states import Lineages
 from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory, model_fingerprint
 from rlpipe.observe.progress import Progress
+from rlpipe.observe.terminal import waiting_for
 from rlpipe.store.branches import Branches, parse_commit_name
 from rlpipe.store.epochs import Epoch, Epochs
 from rlpipe.store.nodes import Nodes
@@ -223,7 +224,10 @@ async def _open_run(
         if not epoch.joined:
             write_run(home, config.run, _run_file(home, config, epoch))
         # In a thread: making a model directory may take minutes.
-        model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
+        with waiting_for("model"):
+            model_dir = await asyncio.to_thread(
+                model_directory, config.model, home, seed=config.seed
+            )
         check_stop_ids(config.rollout, config.evaluation.datasets, model_dir)
         check_context_len(config.engine, config.rollout, config.evaluation.datasets, model_dir)
         cluster = await open_cluster(

@@ -26,6 +26,7 @@ from rlpipe.config.load import (
 )
 from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
+from rlpipe.observe.terminal import Screen, waiting_for
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from tools.command import parsers
@@ -46,7 +47,8 @@ def main() -> int:
         warnings = unused_keys(arguments.recipe, arguments.overrides, arguments.run)
         # --dump-config must work on a machine without the model or GPUs.
         if not arguments.dump_config:
-            check(pinned(config, home()), home())
+            with Screen(quiet=arguments.quiet), waiting_for("checks before the start"):
+                check(pinned(config, home()), home())
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -64,11 +66,12 @@ def drive(arguments: argparse.Namespace) -> int:
     """Run the train flow to its end in this process."""
 
     def start() -> Awaitable[dict[str, Any]]:
-        from flows.train import train
+        with waiting_for("import of the stages"):
+            from flows.train import train
 
         return train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
 
-    code, summary = finish(start)
+    code, summary = finish(start, quiet=arguments.quiet)
     if summary is None:
         return code
     folder = home() / summary["run"]
@@ -81,15 +84,20 @@ def drive(arguments: argparse.Namespace) -> int:
     return code
 
 
-def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
-    """Run a flow under a Prefect server; return the exit code and the result, if any."""
+def finish(
+    start: Callable[[], Awaitable[dict[str, Any]]], *, quiet: bool = False
+) -> tuple[int, dict[str, Any] | None]:
+    """Run a flow under a Prefect server; return the exit code and the result, if any.
+
+    `quiet`: the terminal shows notices and errors, no progress.
+    """
     from tools.local_prefect import local_prefect
 
     if sys.__stderr__ is not None:
         # User code that crashes this process leaves a stack trace.
         faulthandler.enable(file=sys.__stderr__)
     try:
-        with local_prefect(home()):
+        with Screen(quiet=quiet), local_prefect(home()):
             return run_flow(start)
     except KeyboardInterrupt:
         print(
@@ -103,9 +111,10 @@ def finish(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[st
 
 def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
     """Run a flow under the running server. Raises: KeyboardInterrupt, RlpipeError."""
-    from flows.stopping import Preempted
-    from rlpipe.actors.ray.local_ray import disconnect
-    from tools.local_prefect import drain
+    with waiting_for("import of Prefect and Ray"):
+        from flows.stopping import Preempted
+        from rlpipe.actors.ray.local_ray import disconnect
+        from tools.local_prefect import drain
 
     async def run() -> dict[str, Any]:
         try:

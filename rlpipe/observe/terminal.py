@@ -9,7 +9,7 @@ stdout or stderr appear above it, also those of C++ libraries and of log handler
 terminal (or with TERM=dumb) there is no block: a wait is a plain line once it has taken two
 seconds.
 
-Entry points: `Screen`, `waiting_for` (any thread), `current`.
+Entry points: `Screen`, `waiting_for` (any thread), `ReportedWaits` (of another process), `current`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -222,6 +222,35 @@ def waiting_for(name: str) -> Iterator[None]:
     finally:
         timer.cancel()
         screen.remove(wait.row)
+
+
+class ReportedWaits:
+    """Waits of another process, which reports their names. A context that ends all of them."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, AbstractContextManager[None]] = {}
+
+    def __enter__(self) -> ReportedWaits:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for wait in self._open.values():
+            wait.__exit__(kind, error, trace)
+        self._open.clear()
+
+    def show(self, names: Collection[str]) -> None:
+        """Show exactly these waits. Those that are no longer in the list have ended well."""
+        for name in [name for name in self._open if name not in names]:
+            self._open.pop(name).__exit__(None, None, None)
+        for name in names:
+            if name not in self._open:
+                self._open[name] = waiting_for(name)
+                self._open[name].__enter__()
 
 
 def _last_waits(path: Path) -> dict[str, float]:
