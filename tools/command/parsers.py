@@ -69,6 +69,7 @@ def train() -> argparse.ArgumentParser:
     )
     _add_recipe_options(parser)
     _add_takeover(parser, "drives this run on any machine")
+    parser.add_argument("--quiet", action="store_true", help="show notices and errors, no progress")
     parser.add_argument(
         "--dump-config", action="store_true", help="print the resolved configuration and stop"
     )
