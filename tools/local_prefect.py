@@ -26,6 +26,7 @@ import psutil
 
 from flows.environment import CLIENT_SETTINGS, keep_caches_in
 from rlpipe.errors import ResourceError
+from rlpipe.observe.terminal import waiting_for
 from rlpipe.system.certificates import certificates
 
 START_TIMEOUT_S = 180.0
@@ -60,7 +61,8 @@ def local_prefect(home: Path) -> Iterator[str]:
     folder = home / ".prefect"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(folder)
-    server, url = _start_server(folder)
+    with waiting_for("Prefect server"):
+        server, url = _start_server(folder)
     try:
         print(f"Prefect UI of this run: {url}", file=sys.stderr)
         yield f"{url}/api"
