@@ -26,25 +26,10 @@ from rlpipe.lineage.states import Lineage
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
-from tests.actors.engines.fake_engines import find_or_start
+from tests.actors.engines.fake_engines import FakeGenerator, find_or_start
 from tests.actors.trainer.fake_ranks import start
 
 pytestmark = pytest.mark.integration
-
-
-class FakeGenerator:
-    """A generator that accepts its set-up, unless a row is wrong."""
-
-    def __init__(self) -> None:
-        self.wrong = False
-
-    def become(self, *, wrong: bool) -> None:
-        self.wrong = wrong
-
-    def setup(self, driver: Driver, spec: Any) -> dict[str, int]:
-        if self.wrong:
-            raise DataError("no prompt", where="a.jsonl:3")
-        return {"rows": 1}
 
 
 class FakeActors:
@@ -297,3 +282,18 @@ async def test_open_raises_the_error_of_an_actor_and_succeeds_once_the_error_is_
         await conductor.open(FIRST, spec(tmp_path))
     await generator.become.remote(wrong=False)
     await conductor.open(FIRST, spec(tmp_path))
+
+
+async def test_the_conductor_reports_what_a_start_waits_for(
+    conductor: Conductor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[list[str]] = []
+    loop = asyncio.get_running_loop()
+
+    def reserve(*, engines: bool) -> None:
+        seen.append(asyncio.run_coroutine_threadsafe(conductor.starting(), loop).result(10))
+
+    monkeypatch.setattr(conductor._actors, "reserve", reserve)
+    await conductor.open(FIRST, spec(tmp_path))
+    assert seen == [["CPUs and GPUs of the run"]]
+    assert await conductor.starting() == []

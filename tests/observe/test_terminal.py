@@ -12,7 +12,13 @@ import pytest
 
 from rlpipe.observe import terminal
 from rlpipe.observe.progress import Progress
-from rlpipe.observe.terminal import LAST_WAITS_FILE, Screen, current, waiting_for
+from rlpipe.observe.terminal import (
+    LAST_WAITS_FILE,
+    ReportedWaits,
+    Screen,
+    current,
+    waiting_for,
+)
 from tests.observe.terminals import Terminal
 
 START = """
@@ -235,6 +241,24 @@ def test_waits_of_several_threads_are_all_kept(plain, tmp_path):
         thread.join()
     kept = json.loads((tmp_path / LAST_WAITS_FILE).read_text())
     assert kept.keys() == {f"rank {number}" for number in range(16)}
+
+
+def test_waits_of_another_process_begin_and_end_as_it_reports(plain, tmp_path):
+    def kept() -> set[str]:
+        path = tmp_path / LAST_WAITS_FILE
+        return set(json.loads(path.read_text())) if path.exists() else set()
+
+    with ReportedWaits() as waits:
+        waits.show(["trainer", "engines"])
+        plain.wait_for("waiting for trainer")
+        waits.show(["engines"])
+        assert kept() == {"trainer"}
+        waits.show([])
+        assert kept() == {"trainer", "engines"}
+    failed = ReportedWaits()
+    failed.show(["router"])
+    failed.__exit__(OSError, OSError("died"), None)
+    assert kept() == {"trainer", "engines"}
 
 
 def test_a_screen_inside_another_is_the_outer_one(plain):
