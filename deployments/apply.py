@@ -108,7 +108,7 @@ async def deploy(
         job_variables={"env": variables},
         # See the module: a limit of the deployment would end runs.
         concurrency_limit=None,
-        description=flow.description,
+        description=declaration.described(flow.description),
     )
     add_recipe_choice(deployment, declaration.parameters.get("recipe"))
     await deployment.aapply()

@@ -17,6 +17,7 @@ from typing import Any
 from prefect.schedules import Schedule as Timetable
 
 from deployments.site import ANY_GPUS, UNLIMITED, Entry, Schedule, Site
+from flows.parameters import recipe_summary
 from rlpipe.config.load import load_run, recipes
 from rlpipe.errors import ConfigError
 
@@ -50,11 +51,17 @@ class Declaration:
     gpus: tuple[int, ...] | None = None
     schedules: tuple[Schedule, ...] = ()
     tags: tuple[str, ...] = ()
+    description: str = ""
+    """One sentence for Prefect's page of the deployment, before the flow's own description."""
 
     @property
     def full_name(self) -> str:
         """Name in Prefect: flow and deployment."""
         return f"{self.flow}/{self.name}"
+
+    def described(self, flow_description: str | None) -> str:
+        """Return the description in Prefect: of this deployment, then of its flow."""
+        return "\n\n".join(filter(None, (self.description, flow_description)))
 
     @property
     def timetables(self) -> list[Timetable]:
@@ -106,6 +113,7 @@ def _recipes(site: Site) -> Iterator[Declaration]:
             queue,
             gpus,
             tags=("rlpipe", site.tag, "train", "recipe"),
+            description=recipe_summary(recipe),
         )
 
 

@@ -47,7 +47,7 @@ async def served(site: Site, chosen: Sequence[str]) -> list[RunnerDeployment]:
             parameters=declaration.parameters,
             schedules=declaration.timetables,
             tags=list(declaration.tags),
-            description=flows[declaration.flow].description,
+            description=declaration.described(flows[declaration.flow].description),
         )
         for declaration in declared(site, set(flows))
     ]

@@ -38,9 +38,11 @@ async def audit(run: str, store: str | None = None, head: str | None = None) -> 
     Raises: Mismatch if the audit has findings; ObjectMissing without the run; ConfigError.
 
     Args:
-        run: Name of the run.
-        store: URL of the store. Default: the store that the run was started with.
-        head: sha256 of a commit that was kept outside the store. It proves the history below.
+        run: Required. Name of the run. Example: `spell_backward`
+        store: Optional, by default the store that the run was started with. URL of the store.
+            Example: `s3://bucket/runs`
+        head: Optional. At least 16 digits of the sha256 of a commit that was kept outside the
+            store. It proves the history below. Example: `3f9ac1d20b7e4482`
     """
     files = Files(store or store_of(default_home(), run))
     report = await asyncio.to_thread(check_store, files, run, None, head)

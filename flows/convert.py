@@ -54,13 +54,18 @@ async def convert(
     `origin_hf_dir`. Raises: ConfigError, DataError for wrong input; StoreFull, ResourceError.
 
     Args:
-        destination: Folder that the conversion writes.
-        source: Hugging Face directory or checkpoint.
-        of: Checkpoint of a run, `RUN@K` or `RUN`, instead of a source.
-        origin_hf_dir: Hugging Face directory that gives configuration and tokenizer.
-        dtype: Data type of the written weights. Default: unchanged.
-        max_shard_gb: Size of a file in GiB; the conversion needs about that much memory.
-        force: Replace the destination.
+        destination: Required. Folder that the conversion writes. Example: `/models/mine`
+        source: Required unless `of` is given. Hugging Face directory or checkpoint.
+            Example: `/models/Qwen3-0.6B`
+        of: Required unless `source` is given. Checkpoint of a run. Without an iteration: its
+            newest. Example: `spell_backward@99`
+        origin_hf_dir: Optional, by default the model of the run. Hugging Face directory that gives
+            configuration and tokenizer. Example: `/models/Qwen3-0.6B`
+        dtype: Optional, by default unchanged. Data type of the written weights.
+            Example: `bfloat16`
+        max_shard_gb: Optional. Size of a file in GiB; the conversion needs about that much memory.
+            Example: `5`
+        force: Optional, by default off. Replace the destination. Example: on, to convert again.
     """
     if (source is None) == (of is None):
         raise ConfigError("one source is needed", where="convert", expected="either source or of")

@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 
 from flows.derived_runs import evaluation_config
 from flows.output import outlive_the_worker
-from flows.parameters import Recipe
+from flows.parameters import OptionalRecipe
 from flows.stopping import Stopping, handle_sigterm, result_or_cancelled
 from flows.train import drive
 from rlpipe.config.load import home as default_home
@@ -43,7 +43,7 @@ def run_name() -> str:
 async def evaluate(
     run: str | None = None,
     iteration: int | None = None,
-    recipe: Recipe | None = None,
+    recipe: OptionalRecipe | None = None,
     overrides: Sequence[str] = (),
     name: str | None = None,
     takeover: bool = False,
@@ -55,14 +55,21 @@ async def evaluate(
     Raises: ConfigError, DataError for wrong input; otherwise as the train flow.
 
     Args:
-        run: Run that has the weights, and the configuration unless a recipe is given.
-            Default: the first weights of the recipe.
-        iteration: Iteration after which the weights were saved. Default: the newest saved weights.
-        recipe: A recipe of the project, or the path of a YAML file.
-        overrides: Settings that differ, `dotted.key=value`, such as other `evaluation.datasets`.
-        name: Name of the evaluation, as a run. Default: `<run>.eval-<iteration>`.
-        takeover: Replace the process that drives this evaluation now, on any machine.
-        site: Settings of the site, filled in by the deployment. `overrides` win.
+        run: Required unless `recipe` is given. Run that has the weights, and the configuration
+            unless a recipe is given. Without a run: the first weights of the recipe.
+            Example: `spell_backward`
+        iteration: Optional, by default the newest saved weights. Iteration after which the weights
+            were saved. Example: `99`
+        recipe: Required unless `run` is given. A recipe of the project, or the path of a YAML file.
+            Example: `spell_backward`
+        overrides: Optional. Settings that differ, an item each.
+            Example: `rollout.rollout_temperature=0.6`
+        name: Optional, by default `<run>.eval-<iteration>`. Name of the evaluation, as a run.
+            Example: `greedy`
+        takeover: Optional, by default off. Replace the process that drives this evaluation now, on
+            any machine. Example: on, after the machine of that process was lost.
+        site: Optional, filled in by the deployment. Settings of the site. `overrides` win.
+            Example: `store.root=s3://bucket/runs`
     """
     home = default_home()
     overrides = [*site, *overrides]

@@ -41,12 +41,15 @@ async def fork(
     Raises: ConfigError for wrong input; otherwise as the train flow.
 
     Args:
-        of: The parent, `RUN@K` (after iteration K) or `RUN` (after its newest iteration).
-        run: Name of the fork. Default: `RUN-from-K`.
-        overrides: Settings that differ from the parent's, `dotted.key=value`.
-            `num_rollout` counts from the parent's iteration 0.
-        store: URL of the store. Default: the store of the parent.
-        takeover: Replace the process that drives the fork now, on any machine.
+        of: Required. The parent run and an iteration. Without an iteration: its newest.
+            Example: `spell_backward@99`
+        run: Optional, by default `<parent>-from-<K>`. Name of the fork. Example: `hotter`
+        overrides: Optional. Settings that differ from the parent's, an item each. `num_rollout`
+            counts from the parent's iteration 0. Example: `rollout.rollout_temperature=1.2`
+        store: Optional, by default the store of the parent. URL of the store.
+            Example: `s3://bucket/runs`
+        takeover: Optional, by default off. Replace the process that drives the fork now, on any
+            machine. Example: on, after the machine of that process was lost.
     """
     config, recipe = fork_run(default_home(), of, run, overrides, store)
     return await result_or_cancelled(train(str(recipe), (), config.run, takeover))

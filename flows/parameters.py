@@ -9,28 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from rlpipe.config.load import recipes
+from rlpipe.config.load import find_recipe, recipes
 
-RECIPE = "A recipe that comes with the project, or the path of a YAML file."
+
+def recipe_summary(recipe: str) -> str:
+    """Return the first sentence of the comment at the top of a recipe; "" without a comment."""
+    lines = takewhile(
+        lambda line: line.startswith("#"),
+        find_recipe(recipe).read_text(encoding="utf-8").split("\n"),
+    )
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    sentence, end, _ = f"{comment} ".partition(". ")
+    return f"{sentence.strip()}{end.strip()}"
+
+
+def recipe_list() -> str:
+    """Return the project's recipes as Markdown, a line each."""
+    return "\n".join(f"- `{name}`: {recipe_summary(name)}" for name in recipes())
+
+
+def _recipe_schema(description: str) -> dict[str, Any]:
+    """Return the schema of a field that is a list of names or a path, in Prefect's form."""
+    return {
+        "type": "string",
+        "description": description,
+        "anyOf": [
+            {"type": "string", "title": "of the project", "enum": recipes()},
+            {"type": "string", "title": "a file", "pattern": r"\.ya?ml$"},
+        ],
+    }
+
+
 Recipe = Annotated[
     str,
     WithJsonSchema(
-        {
-            "type": "string",
-            "description": RECIPE,
-            "anyOf": [
-                {"type": "string", "title": "of the project", "enum": recipes()},
-                {"type": "string", "title": "a file", "pattern": r"\.ya?ml$"},
-            ],
-        }
+        _recipe_schema(
+            "Required. A recipe of the project, or the path of a YAML file, such as "
+            f"`/home/me/my_run.yaml`.\n\n{recipe_list()}"
+        )
     ),
 ]
-"""A recipe by name or path. Prefect's form shows a list of names, or a field for a path."""
+"""A recipe by name or path. A flow's docstring does not describe this parameter: the description of
+this type, with a line for each recipe, is the one of the form."""
+OptionalRecipe = Annotated[
+    str, WithJsonSchema(_recipe_schema("The name of a recipe or the path of a YAML file."))
+]
+"""The same for a parameter that has a default."""
 Fork = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[^@\s]+(@\d+)?$"})]
 """`RUN` or `RUN@K`."""
 

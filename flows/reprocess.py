@@ -51,16 +51,19 @@ async def reprocess(
     ObjectMissing, ObjectCorrupt; as the train flow.
 
     Args:
-        of: Run with the stored rollouts.
-        iterations: `A:B`, from A up to B without B. Default: all stored ones.
-        run: Name of the new branch. Default: `OF.reprocessed`.
-        overrides: Settings that differ, `dotted.key=value`, such as `reward.function={type: math}`,
-            `rollout.dynamic_sampling_filter_path=mine.py:keep` or
-            `advantage.advantage_estimator=rloo`.
-        train: Name of a run that trains from the result without sampling. Default: none.
-        train_overrides: Settings of that run only.
-        store: URL of the store. Default: the store of the run.
-        jobs: Iterations that are reprocessed at once.
+        of: Required. Run with the stored rollouts. Example: `spell_backward`
+        iterations: Optional, by default all stored ones. From A up to B without B, as `A:B`.
+            Example: `0:20`
+        run: Optional, by default `<of>.reprocessed`. Name of the new run. Example: `strict`
+        overrides: Optional. Settings that differ, an item each: of the reward, of filters, of the
+            advantage. Example: `advantage.advantage_estimator=rloo`
+        train: Optional. Name of a run that trains from the result without sampling.
+            Example: `strict-trained`
+        train_overrides: Optional. Settings of that run only, an item each.
+            Example: `train.optimizer.lr=2e-6`
+        store: Optional, by default the store of the run. URL of the store.
+            Example: `s3://bucket/runs`
+        jobs: Optional. Iterations that are reprocessed at once. Example: `4`
     """
     home = default_home()
     branch = reprocessing(

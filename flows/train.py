@@ -71,18 +71,21 @@ async def train(
     Raises: ConfigError, DataError for wrong input; Fenced if another process drives the run;
     Preempted; errors of a stage.
 
+    The parameter `recipe` is described by its type, `Recipe`.
+
     Args:
-        recipe: A recipe of the project, or the path of a YAML file.
-        overrides: Settings that differ from the recipe's, `dotted.key=value`, such as
-            `train.optimizer.lr=2e-6`. Later ones win.
-        run: Name of the run. An existing run continues. Default: the name of the recipe.
-            `%Y%m%d` in the name is the scheduled day (UTC).
-        takeover: Replace the process that drives this run now, on any machine.
-        seed: Other seed of data and training, for a separate run: `<recipe>-seed<N>` unless `run`
-            gives a name.
-        fork: `RUN@K`: start from iteration K of that run (`RUN`: its newest), as a new run with
-            these settings.
-        site: Settings of the site, filled in by the deployment. `overrides` win.
+        overrides: Optional. Settings that differ from the recipe's, an item each. Later ones win.
+            Example: `train.optimizer.lr=2e-6`
+        run: Optional, by default the name of the recipe. Name of the run. An existing run
+            continues. `%Y%m%d` in the name is the scheduled day (UTC). Example: `nightly-%Y%m%d`
+        takeover: Optional, by default off. Replace the process that drives this run now, on any
+            machine. Example: on, after the machine of that process was lost.
+        seed: Optional, by default the recipe's seed. Seed of data and training, for a separate run
+            that is called `<recipe>-seed<N>` unless `run` gives a name. Example: `1`
+        fork: Optional. Start from an iteration of another run, as a new run with these settings.
+            Without an iteration: the newest. Example: `spell_backward@99`
+        site: Optional, filled in by the deployment. Settings of the site. `overrides` win.
+            Example: `store.root=s3://bucket/runs`
     """
     overrides, run = apply_seed_and_fork(recipe, [*site, *overrides], run, seed=seed, fork=fork)
     home = default_home()

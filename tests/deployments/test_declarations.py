@@ -26,6 +26,14 @@ def test_every_flow_and_every_recipe_has_a_deployment():
     } == names
 
 
+def test_the_deployment_of_a_recipe_has_its_summary_and_the_description_of_the_flow():
+    declarations = by_name(Site())
+    text = declarations["train/spell_backward"].described("Train a recipe.")
+    assert text.startswith("A tiny Qwen3, taught by examples")
+    assert text.endswith("\n\nTrain a recipe.")
+    assert declarations["fork/fork"].described("Train a fork.") == "Train a fork."
+
+
 def test_only_training_has_a_queue_with_a_limit():
     queues = {one.flow: one.queue for one in by_name(Site()).values()}
     assert [queues.pop(flow) for flow in ("train", "fork")] == ["train", "train"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from flows.audit import audit
 from flows.convert import convert
 from flows.evaluate import evaluate
 from flows.fork import fork
-from flows.parameters import apply_seed_and_fork, format_run_name, run_name_of
+from flows.parameters import apply_seed_and_fork, format_run_name, recipe_summary, run_name_of
 from flows.reprocess import reprocess
 from flows.train import train
 from rlpipe.config.load import recipes
@@ -30,6 +31,32 @@ def test_every_field_of_a_form_has_a_description(flow: Any):
     assert [
         name for name, field in form(flow)["properties"].items() if not field.get("description")
     ] == []
+
+
+@pytest.mark.parametrize("flow", [train, fork, evaluate, reprocess, convert, audit])
+def test_every_field_says_whether_it_is_required_and_has_an_example(flow: Any):
+    schema = form(flow)
+    required = schema.get("required", [])
+    for name, field in schema["properties"].items():
+        words = field["description"].split()
+        assert (words[0] == "Required.") == (name in required), name
+        assert words[0] in ("Required.", "Required", "Optional.", "Optional,"), name
+        assert "Example:" in words or "such as `" in field["description"], name
+
+
+def test_the_form_has_a_line_for_each_recipe():
+    description = form(train)["properties"]["recipe"]["description"]
+    lines = [line for line in description.splitlines() if line.startswith("- ")]
+    assert [line.split("`")[1] for line in lines] == recipes()
+    assert all(line.endswith(".") and 20 < len(line) < 240 for line in lines), lines
+
+
+def test_the_summary_of_a_recipe_is_the_first_sentence_of_its_comment(tmp_path: Path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("# Qwen3-0.6B on sums\n# and more. Not this.\nnum_rollout: 1\n# later.\n")
+    assert recipe_summary(str(recipe)) == "Qwen3-0.6B on sums and more."
+    recipe.write_text("num_rollout: 1\n")
+    assert recipe_summary(str(recipe)) == ""
 
 
 def test_a_recipe_is_chosen_from_a_list_or_given_as_a_file():
