@@ -55,7 +55,7 @@ def local_prefect(home: Path) -> Iterator[str]:
         # The user's own settings win.
         os.environ.setdefault(name, value)
     if configured := os.environ.get("PREFECT_API_URL") or url_of_profile():
-        _check_reachable(configured)
+        check_reachable(configured)
         yield configured
         return
     folder = home / ".prefect"
@@ -88,7 +88,7 @@ def url_of_profile() -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _check_reachable(url: str) -> None:
+def check_reachable(url: str) -> None:
     """Check that a server listens. Raises: ResourceError.
 
     HTTP errors are left to Prefect's client: it has the keys and waits.
@@ -153,7 +153,8 @@ def _start(folder: Path, url: str) -> subprocess.Popen[bytes]:
     ]
     with (folder / "server.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", *command],
+            # -P: a package `tools` of the current folder must not hide ours.
+            [sys.executable, "-P", "-m", *command],
             env={**os.environ, "PREFECT_UI_API_URL": f"{url}/api"},
             stdin=subprocess.DEVNULL,
             stdout=log,

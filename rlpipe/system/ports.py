@@ -1,4 +1,4 @@
-"""TCP ports and addresses of this machine: `free_port`, `is_loopback`."""
+"""TCP ports and addresses of this machine: `free_port`, `is_free`, `is_loopback`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def free_port(host: str = "127.0.0.1", *, following: int = 0) -> int:
     Raises: ResourceError if a hundred random ports are taken.
     """
     for port in random.SystemRandom().sample(RANGE, 100):
-        if all(_is_free(host, candidate) for candidate in range(port, port + following + 1)):
+        if all(is_free(host, candidate) for candidate in range(port, port + following + 1)):
             return port
     raise ResourceError(
         "no port is free", where=host, expected=f"a port from {RANGE.start} to {RANGE.stop - 1}"
@@ -32,7 +32,8 @@ def is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """True if a server can listen at this port now."""
     with socket.socket() as probe:
         try:
             probe.bind((host, port))

@@ -62,7 +62,7 @@ def test_the_server_of_the_active_profile_is_used(
 ):
     monkeypatch.setattr("tools.local_prefect.keep_caches_in", lambda _: None)
     monkeypatch.setattr("tools.local_prefect.SETTINGS", {})
-    monkeypatch.setattr("tools.local_prefect._check_reachable", lambda _: None)
+    monkeypatch.setattr("tools.local_prefect.check_reachable", lambda _: None)
     with local_prefect(tmp_path / "home") as url:
         assert url == "http://10.0.0.1:4200/api"
         assert os.environ["PREFECT_HOME"] == str(profiles.parent), (
