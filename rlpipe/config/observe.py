@@ -13,7 +13,7 @@ class ObserveConfig(Config):
     """Metrics, reports and profiles of a run."""
 
     tensorboard: bool = Tuning(True)
-    """Write TensorBoard event files under `{home}/{run}/tensorboard`."""
+    """Write TensorBoard event files under `{home}/{run}/tensorboard/{run}`."""
     report_interval: int = Tuning(default=20, ge=1)
     """Write the report page, its curves and Prefect's overview after every this many iterations,
     after each evaluation and at the end."""

@@ -64,7 +64,7 @@ class Sinks:
         # If a sink cannot be opened, the stack closes the sinks before it.
         with ExitStack() as opened:
             if config.tensorboard:
-                self._add(opened, TensorBoardSink(directory / "tensorboard", first_step))
+                self._add(opened, TensorBoardSink(_event_folder(directory, run), first_step))
             if config.prometheus_port is not None:
                 prometheus = PrometheusSink(run, config.prometheus_host, config.prometheus_port)
                 self._add(opened, prometheus)
@@ -102,6 +102,16 @@ class Sinks:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _event_folder(directory: Path, run: str) -> Path:
+    """Return the folder of the event files of a run.
+
+    TensorBoard names a run by its folder below `--logdir`, so the run has a folder of its name. A
+    run of an earlier version continues in the folder above.
+    """
+    folder = directory / "tensorboard"
+    return folder if any(folder.glob("events.*")) else folder / run
 
 
 class TensorBoardSink:

@@ -116,7 +116,7 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
     assert [point[0] for point in summary["accuracy"]["heldout"]["curve"]] == [0, 3, 6]
     for name in ("report.html", "report.png"):
         assert (home / "small" / name).stat().st_size > 10_000
-    assert list((home / "small" / "tensorboard").glob("events*"))
+    assert list((home / "small" / "tensorboard" / "small").glob("events*"))
 
 
 @pytest.mark.integration

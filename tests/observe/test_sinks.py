@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
@@ -44,6 +45,23 @@ def test_a_port_in_use_is_named_and_earlier_sinks_are_closed(tmp_path: Path):
             sinks(tmp_path, prometheus_port=port)
         assert str(caught.value.found).startswith(f"127.0.0.1:{port}: ")
     sinks(tmp_path, prometheus_port=port).close()
+
+
+def test_tensorboard_shows_the_name_of_the_run(tmp_path: Path):
+    with sinks(tmp_path) as opened:
+        opened.write(0, {"train/loss": 1.5})
+    boards = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard"))
+    assert list(boards.Runs()) == ["my.run"]
+
+
+def test_a_run_that_has_event_files_continues_in_their_folder(tmp_path: Path):
+    with TensorBoardSink(tmp_path / "tensorboard") as earlier:
+        earlier.write(0, {"train/loss": 1.5})
+    with sinks(tmp_path) as opened:
+        opened.write(1, {"train/loss": 0.5})
+    boards = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard"))
+    assert list(boards.Runs()) == ["."]
+    assert [event.step for event in boards.Reload().Scalars(".", "train/loss")] == [0, 1]
 
 
 def test_a_missing_wandb_package_is_named(tmp_path: Path):

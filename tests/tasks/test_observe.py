@@ -139,7 +139,7 @@ def evaluation(ctx: RunContext) -> dict[str, NodeRef]:
 
 
 def logged_steps(ctx: RunContext) -> dict[str, list[int]]:
-    board = EventAccumulator(str(ctx.directory / "tensorboard"))
+    board = EventAccumulator(str(ctx.directory / "tensorboard" / ctx.config.run))
     board.Reload()
     return {name: [event.step for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
 
@@ -254,7 +254,7 @@ async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(
     digests = [ctx.branches.read_stored("run", k)[1] for k in range(2)]
     assert [said.rpartition("commit sha256 ")[2] for said in left[:2]] == digests
     assert "sha256" not in left[2], "it was not committed"
-    board = EventAccumulator(str(ctx.directory / "tensorboard"))
+    board = EventAccumulator(str(ctx.directory / "tensorboard" / ctx.config.run))
     board.Reload()
     assert [
         event.tensor_proto.string_val[0].decode() for event in board.Tensors("commit_sha256")
