@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from flows.audit import audit
+from flows.convert import convert
+from flows.evaluate import evaluate
+from flows.fork import fork
+from flows.reprocess import reprocess
+from flows.train import train
 from rlpipe.config.load import load_run, validate
 from rlpipe.config.problems import all_keys
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FREE
-from tools.command.main import options
+from tools.command.main import options, parser_of
 from tools.command.verbs import VERBS, Verb
 from tools.init import make
 
@@ -44,6 +50,22 @@ DOCUMENTS = sorted(
 GENERATED = "rlpipe/config/KEYS.md"
 NOT_KEYS = ("preset", "overrides")
 """Words before "=" of a command that are no keys: a model's preset, and the parameter of a flow."""
+INTERNAL = [
+    "branch",
+    "buffer",
+    "commit",
+    "conductor",
+    "driver",
+    "epoch",
+    "icepop",
+    "maker",
+    "node",
+    "opsm",
+    "plan",
+    "segment",
+    "veto",
+]
+"""Words of the glossary that options and forms do without."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"python -m ([a-z_.]+)|nproc-per-node 2 (tools/[a-z_]+\.py)")
 VERB = re.compile(
@@ -278,6 +300,33 @@ def test_every_path_of_the_project_in_the_text_exists(document):
     folders = "rlpipe|flows|tasks|tools|tests|deployments"
     paths = re.findall(rf"`((?:{folders})/[A-Za-z0-9_./*-]+)`", prose(document))
     assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize(
+    "document", [GENERATED, "README.md", *(f"{room}/README.md" for room in ROOMS)]
+)
+def test_every_page_leads_to_the_glossary(document):
+    found = [target for target in links(document) if target.endswith("#glossary")]
+    assert found or document == "rlpipe/store/README.md"
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_the_help_of_a_verb_has_no_internal_word(verb):
+    allowed = ("commit",) if verb.name == "audit" else ()
+    words = [word for word in INTERNAL if word not in allowed]
+    assert re.findall(rf"\b(?:{'|'.join(words)})s?\b", parser_of(verb).format_help()) == []
+
+
+@pytest.mark.parametrize("flow", [audit, convert, evaluate, fork, reprocess, train])
+def test_the_form_of_a_flow_has_no_internal_word(flow):
+    texts = [field.get("description", "") for field in flow.parameters.properties.values()]
+    words = "|".join(word for word in INTERNAL if flow is not audit or word != "commit")
+    assert re.findall(rf"\b(?:{words})s?\b", " ".join(texts)) == []
+
+
+def test_the_glossary_explains_the_internal_words():
+    glossary = text_of("rlpipe/store/README.md").split("## Layout")[0].lower()
+    assert [word for word in INTERNAL if f"\n| {word} | " not in glossary] == []
 
 
 def test_the_glossary_has_each_term_once():

@@ -61,8 +61,9 @@ from rlpipe.types import Node, Sample, Stage
 
 FILTERS = ("dynamic_sampling_filter_path", "rollout_sample_filter_path")
 """Keys of `rollout` whose functions choose among scored groups, and among their samples."""
-SURPLUS = "surplus"
-"""Drop reason of an accepted group after the batch is full: a reprocessed branch has no buffer."""
+BATCH_FULL = "surplus"
+"""Drop reason of an accepted group after the batch is full. Surplus groups of a rollout wait in the
+buffer instead, but a reprocessed branch has no buffer."""
 UNSCORED = "unscored"
 """Drop reason of a group without log-probs, because the stored batch does not have it."""
 MODEL_COLUMNS = ("proximal_log_probs", "reference_log_probs", "teacher_log_probs", "values")
@@ -263,8 +264,8 @@ class Reprocessor:
                 selection.decide(group_id, rejection.reason, fallback=rejection.fallback)
         accepted = list(selection.accepted)
         decided = {*selection.rejected, *accepted}
-        surplus = [group_id for group_id in groups if group_id not in decided]
-        dropped |= selection.rejected | dict.fromkeys(surplus, SURPLUS)
+        left = [group_id for group_id in groups if group_id not in decided]
+        dropped |= selection.rejected | dict.fromkeys(left, BATCH_FULL)
         removed = self._afterwards.removed(groups, accepted)
         outputs = {**rollout.outputs, "accepted": accepted, "dropped": dropped}
         for name, value in {"removed": removed, "fallbacks": selection.fallbacks}.items():

@@ -143,7 +143,7 @@ def reprocess() -> argparse.ArgumentParser:
         metavar="A:B",
         help="from A up to B, without B (default: all stored ones)",
     )
-    parser.add_argument("--run", help="name of the new branch (default: RUN.reprocessed)")
+    parser.add_argument("--run", help="name of the new run (default: RUN.reprocessed)")
     parser.add_argument(
         "--train", metavar="NAME", help="train a run of this name from the result, without engines"
     )
