@@ -26,6 +26,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
 from rlpipe.data.prompts import PromptRow, load_prompts
+from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
 from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
@@ -74,12 +75,17 @@ def _check_run(config: RunConfig, home: Path) -> None:
         importing.wait()
     for reward, row in zip(rewards, rows, strict=True):
         _check_reward(reward, row, config)
+        if row is not None and not config.data.apply_chat_template:
+            require_text(row.prompt, row.where)
     _check_algorithm_functions(config)
     MegatronHooks(config.train)
     LogFunctions(config.observe)
     if isinstance(config.model.source, HuggingFaceModel):
         directory = Path(model_directory(config.model, home, seed=config.seed))
         _check_model(config, directory)
+        row = next((row for row in rows if row is not None), None)
+        if row and config.data.apply_chat_template and not has_chat_template(directory):
+            raise no_template_error(str(directory), row.prompt, row.where)
         _check_trainer(config, directory)
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)

@@ -18,6 +18,7 @@ from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, Stor
 from rlpipe.preflight import FULL_BYTES, MIN_FREE_BYTES, check, note_full_disk
 from tests.model_files import write_model
 
+CHAT = {"apply_chat_template": True}
 ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
 
 
@@ -109,6 +110,41 @@ def test_the_error_of_a_missing_reward_function_names_it(folder: Path):
         check(config(folder, reward=python(folder, "rewrad")), folder)
     with pytest.raises(ConfigError, match="the module has no 'rewrad'"):
         check(config(folder, python(folder, "rewrad")), folder)
+
+
+MESSAGES = '{"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (ROW, ("the prompts are text", "data.apply_chat_template=false")),
+        (MESSAGES, ("messages with the fields role, content", "chat_template.jinja")),
+    ],
+)
+def test_a_chat_template_is_needed_before_anything_starts(
+    folder: Path, row: str, words: tuple[str, ...]
+):
+    for name in ("train", "held"):
+        (folder / f"{name}.jsonl").write_text(row)
+    chat = config(folder, data={"prompts": prompts(folder, "train.jsonl")} | CHAT)
+    with pytest.raises(ConfigError) as caught:
+        check(chat, folder)
+    assert caught.value.where == "data.apply_chat_template"
+    assert [word for word in (*words, f"{folder}/model") if word not in str(caught.value)] == []
+    (folder / "model/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    check(chat, folder)
+    (folder / "model/tokenizer_config.json").write_text("{}")
+    (folder / "model/chat_template.jinja").touch()
+    check(chat, folder)
+
+
+def test_messages_need_apply_chat_template(folder: Path):
+    (folder / "held.jsonl").write_text(MESSAGES)
+    with pytest.raises(DataError) as caught:
+        check(config(folder), folder)
+    assert caught.value.where == f"{folder}/held.jsonl:1"
+    assert "data.apply_chat_template=true" in str(caught.value)
 
 
 def test_the_error_of_a_missing_column_of_trls_form_names_it(folder: Path):

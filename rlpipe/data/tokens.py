@@ -21,10 +21,15 @@ from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.model_dir import read_object
 from rlpipe.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+"""Files and a folder, each of which can have the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +158,9 @@ def render(
     ConfigError if the tokenizer has no template.
     """
     if not data.apply_chat_template:
-        if isinstance(prompt, str):
-            return prompt
-        raise DataError(
-            "the prompt is a list of messages",
-            where=where,
-            expected="a string",
-            do="set data.apply_chat_template: true, or use rendered text",
-        )
+        return require_text(prompt, where)
     if not tokenizer.chat_template:
-        raise ConfigError(
-            "the tokenizer has no chat template",
-            where="data.apply_chat_template",
-            found=tokenizer.name_or_path,
-        )
+        raise no_template_error(tokenizer.name_or_path, prompt, where)
     messages = as_messages(prompt)
     options: dict[str, Any] = {
         **data.apply_chat_template_kwargs,
@@ -182,6 +176,54 @@ def render(
             where=where,
             found=f"{type(error).__name__}: {error}",
         ) from error
+
+
+def has_chat_template(directory: Path) -> bool:
+    """True if the directory's tokenizer may have a chat template.
+
+    The tokenizer is not loaded, which takes seconds. Its own code (`auto_map`) may have a template.
+    """
+    if any((directory / name).exists() for name in TEMPLATES):
+        return True
+    path = directory / "tokenizer_config.json"
+    settings = read_object(path, "model.source") if path.exists() else {}
+    return bool(settings.get("chat_template") or settings.get("auto_map"))
+
+
+def require_text(prompt: Prompt, where: str) -> str:
+    """Return a prompt of text. Raises: DataError for messages."""
+    if isinstance(prompt, str):
+        return prompt
+    raise DataError(
+        "the prompt is a list of messages, which needs a chat template",
+        where=where,
+        found=_fields(prompt),
+        expected="text",
+        do="set data.apply_chat_template=true, or write rendered text into the column",
+    )
+
+
+def no_template_error(directory: str, prompt: Prompt, where: str) -> ConfigError:
+    """Return the error of a model directory without a chat template; `prompt` is at `where`."""
+    if isinstance(prompt, str):
+        do = "set data.apply_chat_template=false: the prompts are text; or "
+    else:
+        do = ""
+    return ConfigError(
+        "the tokenizer has no chat template",
+        where="data.apply_chat_template",
+        found=f"no template in {directory}; the prompts are {_fields(prompt)} ({where})",
+        expected="chat_template.jinja in the model directory, "
+        "or chat_template in its tokenizer_config.json",
+        do=f"{do}use the model's instruct variant, or add its chat_template.jinja to the directory",
+    )
+
+
+def _fields(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return "text"
+    names = list(dict.fromkeys(name for message in prompt for name in message))
+    return f"messages with the fields {', '.join(names)}"
 
 
 def as_messages(prompt: Prompt) -> list[Message]:

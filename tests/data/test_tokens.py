@@ -186,7 +186,7 @@ def test_a_supervised_row_without_label_is_named(characters):
 
 
 def test_messages_without_a_chat_template_are_refused(characters):
-    with pytest.raises(DataError, match=r"x.jsonl:7[\s\S]*data.apply_chat_template: true"):
+    with pytest.raises(DataError, match=r"x.jsonl:7[\s\S]*data.apply_chat_template=true"):
         encode_prompt(characters, row(CHAT), data(), rollout())
     with pytest.raises(ConfigError, match="no chat template"):
         encode_prompt(characters, row(CHAT), data(apply_chat_template=True), rollout())
