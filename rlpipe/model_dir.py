@@ -32,7 +32,9 @@ from rlpipe.config.model import (
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import ConfigError, HookError, RlpipeError
 from rlpipe.system.hub import cached_model, fetched_model, model_reference
+from rlpipe.system.megatron_weights import converted_directory
 from rlpipe.system.plain_files import open_plain, read_plain, require_plain
+from rlpipe.system.project import in_project
 
 TOKENIZERS = (
     "tokenizer.json",
@@ -59,13 +61,25 @@ _MAX_JSON_BYTES = 256 * 1024**2
 
 
 def model_directory(model: ModelConfig, home: Path, *, seed: int) -> str:
-    """Return the absolute path of the model directory, which a maker function makes once.
+    """Return the absolute path of the model directory.
 
+    A maker function makes it once, and a Megatron checkpoint is converted once.
     Raises: ConfigError if it is no model directory; HookError if the maker fails.
     """
     if isinstance(model.source, MadeModel):
         return str(_make(model.source, home / "models", seed))
-    return str(given_directory(model.source.hf_checkpoint, "model.source.hf_checkpoint"))
+    directory = given_directory(model.source.hf_checkpoint, "model.source.hf_checkpoint")
+    if model.source.megatron_checkpoint is None:
+        return str(directory)
+    return str(
+        converted_directory(
+            Path(model.source.megatron_checkpoint).expanduser(),
+            directory,
+            home / "models",
+            step=model.source.megatron_checkpoint_step,
+            key="model.source.megatron_checkpoint",
+        )
+    )
 
 
 def model_fingerprint(model_dir: str, cache: Path) -> str:
@@ -381,7 +395,7 @@ def given_directory(hf_checkpoint: str, key: str) -> Path:
         path = fetched_model(reference, key)
     else:
         # pathlib's expanduser raises for "~unknown_user"; this one leaves the text unchanged.
-        path = Path(os.path.expanduser(hf_checkpoint)).absolute()  # noqa: PTH111
+        path = Path(os.path.expanduser(in_project(hf_checkpoint))).absolute()  # noqa: PTH111
     if not os.path.lexists(path / "config.json"):
         raise ConfigError(
             "not a Hugging Face model directory",
@@ -401,7 +415,7 @@ def directory_here(model_dir: str, source: ModelSource | None) -> str:
     `model_dir`: the directory on the driver's node. Another node downloads a model of the Hub, of
     the same commit, into its own cache. Raises: as `rlpipe.system.hub.fetched_model`.
     """
-    if isinstance(source, HuggingFaceModel):
+    if isinstance(source, HuggingFaceModel) and source.megatron_checkpoint is None:
         reference = model_reference(source.hf_checkpoint)
         if reference is not None and reference.is_pinned:
             return str(fetched_model(reference, "model.source.hf_checkpoint"))

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from rlpipe.slime.command_line import read_flags
-from rlpipe.slime.flag_keys import check_model
+from rlpipe.slime.model_flags import check_model
 from tools.command import parsers
 from tools.command.run_words import option_names, read_words
 from tools.conversion import bar, exit_code, hide_gpus, print_report, size_bytes

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from rlpipe.config.load import (
     home,
     load_run,
+    require_files,
     unused_keys,
     use_home,
 )
@@ -43,10 +45,12 @@ def main() -> int:
         use_home(arguments.home)
         flags = read_flags(rest, also=option_names(parsers.train()))
         apply_flags(arguments, flags)
+        os.environ.update(flags.secrets)
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
         warnings = unused_keys(arguments.recipe, arguments.overrides, arguments.run)
         # --dump-config must work on a machine without the model or GPUs.
         if not arguments.dump_config:
+            require_files(arguments.recipe, arguments.overrides, arguments.run)
             with Screen(quiet=arguments.quiet), waiting_for("checks before the start"):
                 check(pinned(config, home()), home())
     except RlpipeError as error:
@@ -77,7 +81,7 @@ def drive(arguments: argparse.Namespace) -> int:
     folder = home() / summary["run"]
     if summary["accuracy_before"] is not None:
         print(
-            f"{summary['run']}: accuracy {summary['accuracy_before']:.3f} "
+            f"{summary['run']}: {summary['held_out_measure']} {summary['accuracy_before']:.3f} "
             f"→ {summary['accuracy_after']:.3f}"
         )
     print(f"{summary['run']}: see {folder}/report.html")

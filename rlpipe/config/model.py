@@ -22,6 +22,13 @@ class HuggingFaceModel(Config):
     A model of the Hub is downloaded into the cache of `huggingface_hub` on each node that needs it;
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. The stored configuration has the commit
     of its files, and later starts of the run use the same commit."""
+    megatron_checkpoint: str | None = Tuning(None)
+    """Megatron checkpoint with the first weights: a folder such as `iter_0000100`, or its parent
+    with `latest_checkpointed_iteration.txt`; formats torch_dist and torch, any layout. It is
+    converted once, into `{home}/models`. Architecture and tokenizer come from `hf_checkpoint`.
+    None: `hf_checkpoint` has the weights, too."""
+    megatron_checkpoint_step: int | None = Tuning(None)
+    """Iteration of `megatron_checkpoint` if it is a parent; None: the newest."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the directory. Set true only for code that you trust."""
 

@@ -19,10 +19,12 @@ from typing import Any
 
 from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import refusal, rule_of
+from rlpipe.config.arguments.table import MODEL_DIRECTORY
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS, absent
-from rlpipe.slime.flag import LISTS, SWITCHES, Flag
+from rlpipe.slime.flag import LISTS, SWITCHES, Flag, neutral
+from rlpipe.slime.megatron_flags import SPEED_ONLY
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)*=")
 PREFIXES = {"sglang_router_": "router", "sglang_": "sglang", "router_": "router"}
@@ -39,6 +41,8 @@ class ParsedFlags:
     sglang: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """Environment variable → value; never part of a configuration."""
     neutral: list[Flag] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -61,11 +65,13 @@ def read_flags(words: Sequence[str], *, also: Iterable[str] = ()) -> ParsedFlags
         elif prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
             table = PREFIXES[prefix]
             argument = name.removeprefix(prefix)
-            _add_argument(table, name, argument, values, getattr(flags, table))
+            _add_argument(table, name, argument, values, flags)
         elif names.receivers("megatron", name):
-            _add_argument("megatron", name, name, values, flags.megatron)
+            _add_argument("megatron", name, name, values, flags)
+        elif name in names.megatron_options():
+            _add_megatron_option(name, values, flags)
         elif negated and names.receivers("megatron", negated):
-            _add_argument("megatron", name, negated, [*values, "false"], flags.megatron)
+            _add_argument("megatron", name, negated, [*values, "false"], flags)
         else:
             raise _unknown(name, also)
     return flags
@@ -116,6 +122,9 @@ def _add_own(flag: Flag, words: list[str], flags: ParsedFlags, *, value: Any = N
             expected=" or ".join(map(str, flag.allowed)) or None,
             do=flag.reason,
         )
+    if flag.effect == "secret":
+        flags.secrets[flag.key] = value
+        return
     if flag.effect == "to" and absent(flag) and value != flag.default:
         raise ConfigError(
             "this version has no such setting", where=flag.option, found=f"no key {flag.key}"
@@ -128,21 +137,27 @@ def _add_own(flag: Flag, words: list[str], flags: ParsedFlags, *, value: Any = N
 
 
 def _add_argument(
-    table: str, name: str, argument: str, words: list[str], arguments: dict[str, Any]
+    table: str, name: str, argument: str, words: list[str], flags: ParsedFlags
 ) -> None:
-    """Add an argument of Megatron-core, SGLang or its router to `arguments`.
+    """Add an argument of Megatron-core, SGLang or its router to its dictionary in `flags`.
 
     `name`: the flag with underscores; `argument`: the name without prefix. Raises: ConfigError.
     """
+    arguments = getattr(flags, table)
     if table == "sglang" and argument in RENAMED:
         argument, value = RENAMED[argument]
         arguments[argument] = value
         return
     entries = names.entries(table)
     option = f"--{name.replace('_', '-')}"
-    if argument not in entries:
+    present = argument if argument in entries else names.renamed(table, argument)
+    if present is None:
         raise _unknown(name)
+    argument = present
     rule = rule_of(table, argument)
+    if rule is not None and table == "megatron" and rule.text == MODEL_DIRECTORY:
+        flags.neutral.append(neutral(name, "any", None, "config.json decides"))
+        return
     if rule is not None and rule.kind == "owned":
         raise ConfigError(
             "rlpipe sets this argument itself",
@@ -152,8 +167,29 @@ def _add_argument(
         )
     value = _typed(entries[argument]["type"], words, option)
     if error := refusal(table, option, argument, value):
+        if table == "megatron" and argument in SPEED_ONLY and rule is not None:
+            flags.neutral.append(neutral(name, "any", None, rule.text))
+            return
         raise error
     arguments[argument] = value
+
+
+def _add_megatron_option(name: str, words: list[str], flags: ParsedFlags) -> None:
+    """Add an option of Megatron-LM's parser under the name of the field that it sets.
+
+    Raises: ConfigError for an option that only Megatron-LM's own training loop reads.
+    """
+    option = names.megatron_options()[name]
+    if "field" not in option:
+        raise ConfigError(
+            "only Megatron-LM's own training program reads this flag",
+            where=f"--{name.replace('_', '-')}",
+            found=" ".join(words) or None,
+            do="remove it; rlpipe flags lists the flags that rlpipe has",
+        )
+    if "value" in option:
+        words = [*words, str(option["value"]).lower()]
+    _add_argument("megatron", name, option["field"], words, flags)
 
 
 def _typed(type_text: str, words: list[str], option: str) -> Any:
@@ -179,6 +215,7 @@ def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
         *(f"sglang_{key}" for key in _argument_names("sglang")),
         *(f"router_{key}" for key in _argument_names("router")),
         *_argument_names("megatron"),
+        *names.megatron_options(),
     ]
     close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.6)
     return ConfigError(

@@ -73,6 +73,8 @@ def datasets(values: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return [_dataset({**common, **entry}, values, path) for entry in _read_file(path)]
     if not pairs:
         return None
+    if len(pairs) == 1:
+        pairs = ["aime", *pairs]  # slime's name for a path without a name
     if len(pairs) % 2:
         raise ConfigError(
             "not pairs of a name and a path",

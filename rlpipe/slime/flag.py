@@ -6,6 +6,7 @@
 | `built`   | sets a key together with other flags (`flag_keys`)              |
 | `neutral` | accepted, changes nothing, because rlpipe behaves so in any case |
 | `only`    | accepted with certain values, which change nothing              |
+| `secret`  | put into an environment variable, and never stored               |
 | `refused` | an error that names the alternative                             |
 
 `flag_table` and `megatron_flags` contain the rows.
@@ -126,6 +127,11 @@ def neutral(name: str, kind: str, default: Any, reason: str) -> Flag:
 def only(name: str, kind: str, default: Any, allowed: tuple[Any, ...], reason: str) -> Flag:
     """Return a flag that is accepted with certain values, which change nothing."""
     return Flag(name, kind, default, "only", reason=reason, allowed=allowed)
+
+
+def secret(name: str, variable: str) -> Flag:
+    """Return a flag whose text goes into an environment variable and is never stored."""
+    return Flag(name, "str", None, "secret", key=variable)
 
 
 def refused(name: str, kind: str, default: Any, reason: str) -> Flag:

@@ -23,7 +23,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS, LOSS_TYPES
 from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.evaluation_flags import datasets
-from rlpipe.slime.megatron_flags import MODEL
+from rlpipe.slime.model_flags import loads_checkpoint, model_source, same_folder
 from rlpipe.slime.reward_flags import reward_function
 
 BASE = Path(__file__).with_name("slime.yaml")
@@ -43,14 +43,6 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 QWEN_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 """slime's loss mask types that train on all assistant messages."""
-CHECKPOINT_FILES = (
-    "latest_checkpointed_iteration.txt",
-    "metadata.json",
-    ".metadata",
-    "common.pt",
-    "config.json",
-)
-"""Files of Megatron's and Hugging Face's checkpoints."""
 
 
 def keys_of(flags: ParsedFlags) -> Keys:
@@ -120,6 +112,16 @@ def differences(flags: ParsedFlags) -> list[str]:
             "slime trains on it. --mask-offpolicy-in-partial-rollout keeps these tokens with loss "
             "mask 0, in both"
         )
+    if values.get("rollout_function_path") == FULLY_ASYNC and not values.get("async_buffer_size"):
+        sentences.append(
+            f"--rollout-function-path: samples are at most {_least_ahead(values)} weight versions "
+            "old (--async-buffer-size); slime's fully asynchronous rollout has no bound"
+        )
+    if loads_checkpoint(values) and not (values.get("finetune") or values.get("no_load_optim")):
+        sentences.append(
+            "--load: weights come from the checkpoint; the optimizer's state and the number of the "
+            "iteration start from zero"
+        )
     if estimator == "cispo" and values.get("eps_clip", 0.2) < 1:
         sentences.append(
             "--eps-clip with cispo: the lower bound of the ratio is active, as in slime; the "
@@ -174,55 +176,6 @@ def _is_default_function(value: Any) -> bool:
     return isinstance(value, str) and SLIME_FUNCTIONS.get(value, value) is None
 
 
-def _model(values: Values) -> Keys:
-    directory = values.get("hf_checkpoint")
-    if directory is None:
-        return {}
-    check_model(values, directory)
-    return {"model.source": {"type": "huggingface", "hf_checkpoint": directory}}
-
-
-def check_model(values: Values, directory: str) -> None:
-    """Compare Megatron's model flags with config.json, if the directory has one.
-
-    Raises: ConfigError with all flags that contradict it.
-    """
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        return
-    try:
-        config = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            "not a model's configuration", where=str(path), found=repr(error)
-        ) from error
-    if "kv_lora_rank" in config:
-        config.pop("head_dim", None)  # latent attention has several head sizes
-    else:
-        heads = max(1, config.get("num_attention_heads", 1))
-        config.setdefault("head_dim", config.get("hidden_size", 0) // heads)
-    wrong = []
-    for name, keys in MODEL.items():
-        known = [value for value in (_nested(config, key) for key in keys) if value is not None]
-        if name in values and known and float(values[name]) != float(known[0]):
-            wrong.append(f"{FLAGS[name].option} {values[name]}, but {keys[0]} is {known[0]}")
-    if values.get("untie_embeddings_and_output_weights") and config.get("tie_word_embeddings"):
-        wrong.append("--untie-embeddings-and-output-weights, but tie_word_embeddings is true")
-    if wrong:
-        raise ConfigError(
-            "the flags describe another model than --hf-checkpoint",
-            where=str(path),
-            found="\n            ".join(wrong),
-            do="remove the model flags: config.json decides",
-        )
-
-
-def _nested(content: Any, key: str) -> Any:
-    for name in key.split("."):
-        content = content.get(name) if isinstance(content, dict) else None
-    return content
-
-
 def _prompts(values: Values) -> Keys:
     keys: Keys = {}
     if "prompt_data" in values:
@@ -237,15 +190,13 @@ def _rollout_function(values: Values) -> Keys:
     if path == SFT_ROLLOUT:
         return {"rollout.type": "dataset"}
     if path == FULLY_ASYNC:
-        if not values.get("async_buffer_size"):
-            raise ConfigError(
-                "asynchronous rollouts need a bound on their staleness",
-                where="--rollout-function-path",
-                found=path,
-                do="remove it and give --async-buffer-size N",
-            )
-        return {}
+        return {"async_buffer_size": values.get("async_buffer_size") or _least_ahead(values)}
     return {} if _is_default_function(path) else {FLAGS["rollout_function_path"].key: path}
+
+
+def _least_ahead(values: Values) -> int:
+    """Return the smallest `async_buffer_size` with which a rollout overlaps training."""
+    return max(1, values.get("update_weights_interval", 1))
 
 
 def _loss(values: Values) -> Keys:
@@ -368,101 +319,9 @@ def _critic(values: Values) -> Keys:
     load = values.get("critic_load")
     if not load or not (Path(load) / "config.json").is_file():
         return {}
-    if _same_folder(load, values.get("hf_checkpoint")):
+    if same_folder(load, values.get("hf_checkpoint")):
         return {}
     return {"critic.hf_checkpoint": load}
-
-
-def _checkpoints(values: Values) -> Keys:
-    """Refuse every flag that names first weights which rlpipe would not read.
-
-    slime starts from --load, else from --ref-load, and reads only the architecture from
-    --hf-checkpoint. A run of rlpipe starts from --hf-checkpoint. An error is better than a start
-    from other weights.
-    """
-    reference = values.get("ref_load")
-    if reference and not _same_folder(reference, values.get("hf_checkpoint")):
-        raise _not_read(
-            "--ref-load", reference, "the same directory as --hf-checkpoint, or no --ref-load"
-        )
-    _check_load(values, "load", "save")
-    _check_load(values, "critic_load", "critic_save")
-    teacher = values.get("opd_teacher_load")
-    if teacher and Path(teacher).is_dir() and not (Path(teacher) / "config.json").is_file():
-        raise _not_read(
-            "--opd-teacher-load",
-            teacher,
-            "a Hugging Face directory",
-            new_flag="--opd-teacher-load",
-        )
-    return {}
-
-
-def _check_load(values: Values, name: str, save_name: str) -> None:
-    """Refuse weights that `--load` or `--critic-load` would load in slime.
-
-    Launch scripts give one folder as --load and --save. Two states of this folder are accepted:
-    absent or empty before the first start, and later with the run's own store, from which a run of
-    the same name continues.
-    """
-    load = values.get(name)
-    is_critic = name == "critic_load"
-    if not load or _same_folder(load, values.get("hf_checkpoint")):
-        return
-    if is_critic and (Path(load) / "config.json").is_file():
-        return
-    folder = Path(load)
-    is_own = any(_same_folder(load, values.get(flag)) for flag in (save_name, "save"))
-    has_content = "://" in load or (
-        folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    )
-    if not has_content or (is_own and not _is_checkpoint(folder)):
-        return
-    option = FLAGS[name].option
-    if is_own or not _is_store(folder):
-        accepted = "a Hugging Face directory" if is_critic else "--hf-checkpoint"
-        raise _not_read(
-            option,
-            load,
-            f"{accepted}, or the folder of {FLAGS[save_name].option} without another framework's "
-            "checkpoint",
-            new_flag=option if is_critic else "--hf-checkpoint",
-        )
-    raise ConfigError(
-        "a run does not continue from another store",
-        where=option,
-        found=load,
-        expected="the folder of --save",
-        do=f"give --save {load} and the run's name to continue the run, or --fork RUN for a new "
-        "run",
-    )
-
-
-def _same_folder(path: str, other: str | None) -> bool:
-    return other is not None and (path == other or Path(path).resolve() == Path(other).resolve())
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """True if the folder has weights of Megatron or Hugging Face."""
-    return any((folder / name).exists() for name in CHECKPOINT_FILES) or any(folder.glob("iter_*"))
-
-
-def _is_store(folder: Path) -> bool:
-    return (folder / "branches").is_dir()
-
-
-def _not_read(
-    option: str, found: str, expected: str, *, new_flag: str = "--hf-checkpoint"
-) -> ConfigError:
-    return ConfigError(
-        "a run does not start from these weights",
-        where=option,
-        found=found,
-        expected=expected,
-        do=f"remove {option} if the Hugging Face directory has the same weights; otherwise convert "
-        "a Megatron checkpoint (python tools/convert_torch_dist_to_hf.py "
-        f"--input-dir {found} --output-dir OUT --origin-hf-dir MODEL) and give {new_flag} OUT",
-    )
 
 
 def _other_keys(values: Values) -> Keys:
@@ -481,8 +340,7 @@ def _other_keys(values: Values) -> Keys:
 
 
 _CONVERTERS: tuple[Callable[[Values], Keys], ...] = (
-    _checkpoints,
-    _model,
+    model_source,
     _prompts,
     _loss,
     _kl,

@@ -7,7 +7,7 @@ explains the columns.
 
 from __future__ import annotations
 
-from rlpipe.slime.flag import Flag, built, neutral, only, refused, to
+from rlpipe.slime.flag import Flag, built, neutral, only, refused, secret, to
 
 SLIME: tuple[Flag, ...] = (
     # cluster
@@ -227,9 +227,9 @@ SLIME: tuple[Flag, ...] = (
     built("eval_min_new_tokens", "int", None, "evaluation.datasets.min_new_tokens"),
     built("eval_max_context_len", "int", None, "evaluation.datasets.max_context_len"),
     # algo
-    built("ref_load", "str", None, "model.source.hf_checkpoint"),
-    refused("ref_ckpt_step", "int", None, "the reference is the run's first weights"),
-    built("load", "str", None, "store.root"),
+    built("ref_load", "str", None, "model.source.megatron_checkpoint"),
+    built("ref_ckpt_step", "int", None, "model.source.megatron_checkpoint_step"),
+    built("load", "str", None, "model.source.megatron_checkpoint"),
     built("save", "str", None, "store.root"),
     to("save_interval", "int", None, "checkpoint.save_interval"),
     neutral("async_save", "on", False, "checkpoints are always uploaded in the background"),
@@ -320,7 +320,7 @@ SLIME: tuple[Flag, ...] = (
     to("use_wandb", "on", False, "observe.use_wandb"),
     to("wandb_mode", "str", None, "observe.wandb_mode"),
     to("wandb_dir", "str", None, "observe.wandb_dir"),
-    refused("wandb_key", "str", None, "a configuration contains no secrets: set WANDB_API_KEY"),
+    secret("wandb_key", "WANDB_API_KEY"),
     to("wandb_host", "str", None, "observe.wandb_host"),
     to("wandb_team", "str", None, "observe.wandb_team"),
     to("wandb_group", "str", None, "observe.wandb_group"),
@@ -429,6 +429,7 @@ SLIME: tuple[Flag, ...] = (
     refused(
         "megatron_deepgemm_moe_forward_modules", "strs", None, "DeepGEMM layers are not supported"
     ),
+    neutral("ref_micro_batch_size", "int", None, "slime ignores it, too"),
     # mtp training
     refused("mtp_num_layers", "int", None, "multi-token prediction heads are not trained"),
     refused(

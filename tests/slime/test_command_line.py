@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 
+from rlpipe.config.arguments import names
+from rlpipe.config.arguments.check import rule_of
 from rlpipe.errors import ConfigError
-from rlpipe.slime.command_line import read_flags
-from rlpipe.slime.flag_keys import keys_of
+from rlpipe.slime.command_line import ParsedFlags, read_flags
+from rlpipe.slime.flag_keys import keys_of, overrides_of
+from rlpipe.slime.megatron_flags import SPEED_ONLY
 
 
 def keys(words: str) -> dict[str, Any]:
     return keys_of(read_flags(words.split()))
+
+
+def flags(words: str) -> ParsedFlags:
+    return read_flags(words.split())
 
 
 def refused(words: str) -> ConfigError:
@@ -107,3 +114,61 @@ def test_the_error_of_a_passed_through_value_names_the_flag():
         "int | None",
     )
     assert refused("--moe-aux-loss-coeff").where == "--moe-aux-loss-coeff"
+
+
+def test_a_former_name_of_an_sglang_argument_is_its_present_name():
+    given = flags(
+        "--sglang-cuda-graph-bs 1 2 --sglang-nsa-decode-backend fa3 "
+        "--sglang-mamba-scheduler-strategy extra_buffer"
+    )
+    assert given.sglang == {
+        "cuda_graph_bs_decode": [1, 2],
+        "dsa_decode_backend": "fa3",
+        "mamba_radix_cache_strategy": "extra_buffer",
+    }
+
+
+def test_an_option_of_megatrons_parser_sets_the_field_that_megatron_sets():
+    given = flags(
+        "--decoder-last-pipeline-num-layers 3 --no-check-for-nan-in-loss-and-grad "
+        "--no-bias-swiglu-fusion --ddp-bucket-size 100"
+    )
+    assert given.megatron == {
+        "num_layers_in_last_pipeline_stage": 3,
+        "check_for_nan_in_grad": False,
+        "bias_activation_fusion": False,
+        "bucket_size": 100,
+    }
+
+
+def test_an_option_of_megatrons_training_program_is_refused_as_such():
+    error = refused("--data-cache-path /tmp/x")
+    assert (error.where, error.found) == ("--data-cache-path", "/tmp/x")
+    assert "training program" in str(error)
+
+
+def test_an_argument_that_only_speeds_megatron_up_is_a_note():
+    given = flags("--overlap-param-gather --apply-layernorm-1p --tp-comm-overlap")
+    assert given.megatron == {}
+    assert [flag.option for flag in given.neutral] == [
+        "--overlap-param-gather",
+        "--apply-layernorm-1p",
+        "--tp-comm-overlap",
+    ]
+
+
+def test_an_argument_that_changes_results_is_refused():
+    assert refused("--fp8-format e4m3").where == "--fp8-format"
+
+
+@pytest.mark.parametrize("name", sorted(SPEED_ONLY))
+def test_an_ignored_argument_is_one_of_megatron_that_rlpipe_restricts(name: str):
+    assert names.receivers("megatron", name)
+    rule = rule_of("megatron", name)
+    assert rule is not None and rule.kind in ("fixed", "inert", "owned")
+
+
+def test_a_secret_is_no_part_of_the_configuration():
+    given = flags("--wandb-key abc123 --lr 1")
+    assert given.secrets == {"WANDB_API_KEY": "abc123"}
+    assert "abc123" not in repr(given) + repr(overrides_of(given))

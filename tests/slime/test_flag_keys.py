@@ -263,7 +263,7 @@ def test_contradicting_flags_are_refused():
     assert refused("--kl-loss-coef 0.1").where == "--kl-loss-coef"
     assert refused("--rm-type remote_rm").where == "--rm-url"
     assert refused("--rm-type deepscale").expected == "deepscaler"
-    assert refused("--eval-prompt-data aime").where == "--eval-prompt-data"
+    assert refused("--eval-prompt-data aime a.jsonl b").where == "--eval-prompt-data"
     assert refused("--disable-compute-advantages-and-returns").expected == "--loss-type sft_loss"
 
 
@@ -326,67 +326,6 @@ def test_a_user_function_sets_the_key_of_its_name(name: str):
     result = keys(f"--{name.replace('_', '-')} mine.py:f")
     set_keys = [key.rpartition(".")[2] for key, value in result.items() if value == "mine.py:f"]
     assert set_keys == [name]
-
-
-def test_a_reference_checkpoint_is_refused_unless_it_is_the_first_model(
-    tmp_path: Path,
-):
-    error = refused("--hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist")
-    assert (error.where, error.found) == ("--ref-load", "/data/Qwen3-4B_torch_dist")
-    assert "convert_torch_dist_to_hf.py" in str(error.do)
-    assert "remove --ref-load" in str(error.do)
-    assert refused("--ref-load /data/Qwen3-4B_torch_dist").where == "--ref-load"
-    assert keys(f"--hf-checkpoint {tmp_path} --ref-load {tmp_path}/").keys() == {"model.source"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["latest_checkpointed_iteration.txt", "iter_0000020/.metadata", "common.pt", "config.json"],
-)
-def test_a_checkpoint_to_load_is_refused_with_any_save_folder(tmp_path: Path, name: str):
-    folder = tmp_path / "there"
-    (folder / name).parent.mkdir(parents=True)
-    (folder / name).write_text("{}")
-    for save in ("/elsewhere", folder):
-        error = refused(f"--hf-checkpoint /m --load {folder} --save {save}")
-        assert (error.where, error.found) == ("--load", str(folder))
-    assert keys(f"--hf-checkpoint {folder} --load {folder}").keys() == {"model.source"}
-
-
-def test_load_may_be_the_folder_of_save_before_and_after_a_run(tmp_path: Path):
-    folder = tmp_path / "run"
-    words = f"--load {folder} --save {folder}"
-    expected = {"store.root": str(folder)}
-    assert keys(words) == expected
-    folder.mkdir()
-    assert keys(words) == keys(f"--load {folder}/ --save {folder}") == expected
-    (folder / "branches").mkdir()
-    assert keys(words) == expected
-    error = refused(f"--load {folder} --save /elsewhere")
-    assert (error.where, "--fork" in str(error.do)) == ("--load", True)
-    assert keys("--load s3://bucket/run --save s3://bucket/run") == {
-        "store.root": "s3://bucket/run"
-    }
-    assert refused("--load s3://bucket/run --save /elsewhere").where == "--load"
-
-
-def test_a_teacher_that_is_a_megatron_checkpoint_is_refused(tmp_path: Path):
-    error = refused(f"--use-opd --opd-type megatron --opd-teacher-load {tmp_path}")
-    assert (error.where, error.expected) == ("--opd-teacher-load", "a Hugging Face directory")
-
-
-def test_a_critic_starts_from_a_model_directory_or_continues_with_its_run(tmp_path: Path):
-    critic = tmp_path / "critic"
-    critic.mkdir()
-    (critic / "latest_checkpointed_iteration.txt").touch()
-    assert refused(f"--critic-load {critic} --critic-save /elsewhere").where == "--critic-load"
-    assert refused(f"--critic-load {critic} --critic-save {critic}").where == "--critic-load"
-    (critic / "latest_checkpointed_iteration.txt").unlink()
-    assert keys(f"--critic-load {critic} --critic-save {critic}") == {}
-    (critic / "config.json").write_text("{}")
-    assert keys(f"--critic-load {critic} --hf-checkpoint {critic}").keys() == {"model.source"}
-    assert keys(f"--critic-load {critic}") == {"critic.hf_checkpoint": str(critic)}
-    assert keys("--save s3://bucket/run") == {"store.root": "s3://bucket/run"}
 
 
 def test_model_flags_are_checked_against_config_json(tmp_path: Path):

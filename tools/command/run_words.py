@@ -92,6 +92,11 @@ def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
         arguments.overrides.append(
             f"num_rollout={iterations_of(arguments, flags.own['num_epoch'])}"
         )
+    if (fraction := flags.own.get("lr_warmup_fraction")) is not None:
+        config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+        # As in Megatron: a fraction of the decay, which by default takes the whole training.
+        steps = config.train.optimizer.lr_decay_steps or config.total_optimizer_steps
+        arguments.overrides.append(f"train.optimizer.lr_warmup_steps={int(fraction * steps)}")
 
 
 def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
@@ -149,7 +154,10 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
 
 def notes(flags: ParsedFlags) -> list[str]:
     """Return notes on flags that were accepted but act differently than in slime."""
-    lines = []
+    lines = [
+        f"note: a secret on the command line is not stored; the run gets it as {variable}"
+        for variable in flags.secrets
+    ]
     if flags.neutral:
         names = " ".join(flag.option for flag in flags.neutral)
         lines.append(f"note: flags without effect (rlpipe flags gives reasons): {names}")

@@ -144,7 +144,8 @@ def unknown(table: str, where: str, name: str) -> ConfigError:
     content = names.load(table)
     known = list(names.entries(table))
     plain = name.lstrip("-").replace("-", "_")
-    close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
+    present = plain if plain in known else names.renamed(table, plain)
+    close = [present] if present else difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
     others = f"one of {len(known)} arguments (names with underscores, no prefix)"
     return ConfigError(
         f"{content['package']} {content['version']} has no argument of this name",

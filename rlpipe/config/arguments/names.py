@@ -98,6 +98,34 @@ def receivers(table: str, name: str) -> list[str]:
     return [kind for kind, known in load(table)["receivers"].items() if name in known]
 
 
+def renamed(table: str, name: str) -> str | None:
+    """Return the present name of an argument that another stored version calls `name`, or None.
+
+    The tables of other versions have the field that an option sets: `nsa_decode_backend` of SGLang
+    0.5.15 set `dsa_decode_backend`, the option of 0.5.21.
+    """
+    known = entries(table)
+    for content in stored(table).values():
+        for options in content["receivers"].values():
+            field = options.get(name, {}).get("field")
+            if field in known:
+                return field
+    return None
+
+
+@cache
+def megatron_options() -> dict[str, dict[str, Any]]:
+    """Return Megatron-LM's command line options by name with underscores, of the newest table.
+
+    `tools/megatron_options.py` writes the table and explains an entry.
+    """
+    files = {
+        Version(path.stem.removeprefix("megatron_options-")): path
+        for path in FOLDER.glob("megatron_options-*.json")
+    }
+    return json.loads(files[max(files)].read_text(encoding="utf-8"))["options"]
+
+
 def accepts(type_text: str, value: Any) -> bool:
     """True if a JSON value has the type of a table (`int | None`, `'full' | 'selective'`).
 

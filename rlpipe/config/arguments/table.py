@@ -60,7 +60,7 @@ def free(reason: str, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule("free", reason))
 
 
-_MODEL_DIRECTORY = "remove it: it follows from config.json in the model directory (model.source)"
+MODEL_DIRECTORY = "remove it: it follows from config.json in the model directory (model.source)"
 _NO_TRANSFORMER_ENGINE = "only Transformer Engine's layers read it, which the trainer does not use"
 _OWN_ATTENTION = (
     "rlpipe's attention, over whole sequences, replaces Megatron's and does not read it"
@@ -109,7 +109,7 @@ MEGATRON: dict[str, Rule] = {
     **owned("use train.max_tokens_per_gpu: batches are packed", "variable_seq_lengths"),
     # The model: engines read config.json too and must compute the same results.
     **owned(
-        _MODEL_DIRECTORY,
+        MODEL_DIRECTORY,
         """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels
         add_bias_linear add_qkv_bias gated_linear_unit activation_func

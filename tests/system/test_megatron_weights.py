@@ -1,0 +1,72 @@
+"""A Megatron checkpoint as a model directory (rlpipe.system.megatron_weights)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlpipe.config.model import ModelConfig
+from rlpipe.errors import ConfigError
+from rlpipe.model_dir import directory_here, model_directory
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    import torch
+
+    torch.manual_seed(seed)
+    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+def source(origin: Path, checkpoint: Path, step: int | None = None) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {
+            "source": {
+                "type": "huggingface",
+                "hf_checkpoint": str(origin),
+                "megatron_checkpoint": str(checkpoint),
+                "megatron_checkpoint_step": step,
+            }
+        }
+    )
+
+
+@pytest.mark.integration
+def test_a_checkpoint_is_converted_once_and_has_its_own_weights(tmp_path: Path, capfd):
+    origin, other = make_model(tmp_path / "origin", 1), make_model(tmp_path / "other", 2)
+    command = [sys.executable, "-m", "tools.convert_hf_to_torch_dist"]
+    subprocess.run(
+        [*command, "--hf-checkpoint", str(other), "--save", str(tmp_path / "dist")], check=True
+    )
+    model = source(origin, tmp_path / "dist")
+    directory = model_directory(model, tmp_path / "home", seed=0)
+    found = load_file(Path(directory) / "model.safetensors")
+    wanted = load_file(other / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
+    assert "converting" in capfd.readouterr().err
+    assert model_directory(model, tmp_path / "home", seed=0) == directory
+    assert "converting" not in capfd.readouterr().err
+    assert directory_here(directory, model.source) == directory
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path):
+    origin = make_model(tmp_path / "origin", 1)
+    for folder in (tmp_path / "nowhere", origin):
+        with pytest.raises(ConfigError) as caught:
+            model_directory(source(origin, folder), tmp_path / "home", seed=0)
+        assert caught.value.where == "model.source.megatron_checkpoint"
