@@ -1,4 +1,5 @@
-"""Fake engine and router actors: behave towards the fleet as the real ones, without servers.
+"""Fake engine, router and generator actors: behave as the real ones, without servers and with few
+imports.
 
 tests/flows use the real actors with real servers.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from rlpipe.errors import EngineUnavailable
+from rlpipe.errors import DataError, EngineUnavailable
 
 
 class FakeEngine:
@@ -139,6 +140,21 @@ class FakeRouter:
 
     def history(self) -> list[tuple[str, list[str]]]:
         return self.log
+
+
+class FakeGenerator:
+    """A generator that accepts its set-up, unless a row is wrong."""
+
+    def __init__(self) -> None:
+        self.wrong = False
+
+    def become(self, *, wrong: bool) -> None:
+        self.wrong = wrong
+
+    def setup(self, driver: Any, spec: Any) -> dict[str, int]:
+        if self.wrong:
+            raise DataError("no prompt", where="a.jsonl:3")
+        return {"rows": 1}
 
 
 def find_or_start(kind: type, name: str, *arguments: Any) -> Any:
