@@ -4,8 +4,9 @@
     rlpipe config my_run.yaml --changed        # without the values of defaults
     rlpipe config my_run.yaml --plain > whole.yaml
 
-A source is `default`, `FILE:LINE` of the recipe or its preset, an override, or a flag of slime. The
-output is YAML: `rlpipe train` accepts it as a recipe. Nothing is checked on this machine.
+A source is `default`, `FILE:LINE` of the recipe or its preset, an override, or a flag or default
+of slime. The output is YAML: `rlpipe train` accepts it as a recipe. Nothing is checked on this
+machine.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from rlpipe.config.text import dump, parse
 from rlpipe.errors import RlpipeError
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.command_line import ParsedFlags, read_flags
-from rlpipe.slime.flag_keys import keys_of
+from rlpipe.slime.flag_keys import BASE, keys_of
 from tools.command import parsers
 from tools.command.run_words import apply_flags, notes, option_names, read_words
 from tools.piped import piped
 
 DEFAULT = "default"
+SLIME_DEFAULT = "slime: default"
 COMMENT_COLUMN = 56
 
 
@@ -55,7 +57,9 @@ def main() -> int:
 def sources_of(origin: Origin, flags: ParsedFlags) -> dict[str, str]:
     """Return dotted key → source of every given value. A key without an entry has its default."""
     sources = {key: _shown(place) for key, place in origin.elsewhere.items()}
-    sources |= {key: _shown(f"{origin.file}:{line}") for key, line in origin.lines.items()}
+    for key, line in origin.lines.items():
+        is_base = Path(origin.file) == BASE
+        sources[key] = SLIME_DEFAULT if is_base else _shown(f"{origin.file}:{line}")
     options = flag_options(flags)
     for key, override in origin.overrides.items():
         # The override replaces the whole value, also keys below it.
@@ -72,13 +76,14 @@ def flag_options(flags: ParsedFlags) -> dict[str, str]:
     keys = {FLAGS[name].key: option for name, option in given.items() if FLAGS[name].key}
     for key in keys_of(flags) if flags else ():
         nearest = next((name for name in keys if _is_below(key, name) or _is_below(name, key)), "")
-        keys.setdefault(key, keys.get(nearest, "flags of slime"))
+        keys.setdefault(key, keys.get(nearest, "other flags"))
     keys |= {f"train.megatron.{name}": f"--{name.replace('_', '-')}" for name in flags.megatron}
     keys |= {f"engine.sglang.{name}": f"--sglang-{name.replace('_', '-')}" for name in flags.sglang}
     keys |= {f"engine.router.{name}": f"--router-{name.replace('_', '-')}" for name in flags.router}
+    keys |= {f"flags.{name}": option for name, option in given.items()}
     for override in flags.overrides:
         keys.pop(override.partition("=")[0], None)
-    return {key: f"flag {option}" for key, option in keys.items()}
+    return {key: f"slime: {option}" for key, option in keys.items()}
 
 
 def annotated(values: dict[str, Any], sources: dict[str, str]) -> str:

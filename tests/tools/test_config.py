@@ -91,27 +91,28 @@ def test_flags_of_slime_are_sources(command: Command):
         "train.optimizer.adam_beta1=0.8",
     ]
     found = sources(command(*words))
-    assert found["train.optimizer.lr"] == "flag --lr"
-    assert found["engine.sglang.mem_fraction_static"] == "flag --sglang-mem-fraction-static"
-    assert found["train.megatron.recompute_num_layers"] == "flag --recompute-num-layers"
-    assert found["model.source.hf_checkpoint"] == "flag --hf-checkpoint"
-    assert found["reward.function.type"] == "flag --rm-type"
+    assert found["train.optimizer.lr"] == "slime: --lr"
+    assert found["engine.sglang.mem_fraction_static"] == "slime: --sglang-mem-fraction-static"
+    assert found["train.megatron.recompute_num_layers"] == "slime: --recompute-num-layers"
+    assert found["model.source.hf_checkpoint"] == "slime: --hf-checkpoint"
+    assert found["reward.function.type"] == "slime: --rm-type"
     assert found["train.optimizer.adam_beta1"] == "override train.optimizer.adam_beta1"
-    assert re.search(r"slime\.yaml:\d+$", found["advantage.fan_out_baseline"])
+    assert found["flags.rm_type"] == "slime: --rm-type"
+    assert found["advantage.fan_out_baseline"] == "slime: default"
 
 
 def test_wrong_input_gives_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)
-    for words, said in (
+    for words, printed in (
         (["no_such"], "the project has no such recipe"),
         ([], "nothing to train"),
         (["spell_backward", "num_rolout=1"], "num_rollout"),
     ):
         monkeypatch.setattr(sys, "argv", ["rlpipe config", *words])
         assert config.main() == 2
-        assert said in capsys.readouterr().err
+        assert printed in capsys.readouterr().err
 
 
 def test_values_of_several_lines_keep_their_text():

@@ -1,0 +1,163 @@
+"""Read the arguments of training from a launch script of slime.
+
+    train_words(Path("run-qwen3-4B.sh"), {"BASE_FOLDER": "/data"})    the words after train.py
+
+Launch scripts build arrays (`MODEL_ARGS=(...)`), source the script of a model, compute values in
+loops, stop old processes, start Ray and submit `python3 train.py ${MODEL_ARGS[@]} ...`. bash itself
+expands all of this here, but starts no program: PATH is empty, builtins with effects are replaced,
+and commands with a path or with a file to write are skipped. The launched command is printed
+instead of run. This protects from the effects of an ordinary script, not from a hostile one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlpipe.errors import ConfigError
+
+TIMEOUT_S = 30.0
+PROGRAMS = ("train.py", "train_async.py")
+SHOWN_CHARACTERS = 600
+_PRELUDE = r"""
+shopt -s extdebug expand_aliases
+unset BASH_ENV ENV
+__script=$0
+__folder=${__script%/*}
+__print() { printf '%s\0' "$#" "$@" >&3; }
+dirname() {
+    while [[ $1 == -* ]]; do shift; done
+    case $1 in */*) local parent=${1%/*}; printf '%s\n' "${parent:-/}" ;; *) echo . ;; esac
+}
+basename() { local name=${1##*/}; printf '%s\n' "${name%"${2:-}"}"; }
+realpath() { (builtin cd -- "$(dirname "${!#}")" && printf '%s/%s\n' "$PWD" "${!###*/}"); }
+readlink() { realpath "$@"; }
+seq() {
+    local first=1 step=1 last
+    case $# in 1) last=$1 ;; 2) first=$1 last=$2 ;; *) first=$1 step=$2 last=$3 ;; esac
+    for ((; step > 0 ? first <= last : first >= last; first += step)); do echo "$first"; done
+}
+source() {
+    local place
+    for place in "$1" "$__folder/$1" "$__folder/../$1"; do
+        [[ -f $place ]] && { builtin source "$place"; return; }
+    done
+    __print missing "$1"
+}
+.() { source "$@"; }
+__programs="ray python python3 torchrun nohup accelerate bash sh exec"
+for __name in $__programs; do
+    eval "$__name() { __print command $__name \"\$@\"; }"
+done
+for __name in kill trap set shopt enable wait ulimit hash umask disown; do
+    eval "$__name() { :; }"
+done
+read() { return 1; }
+command_not_found_handle() { return 0; }
+readonly PATH
+__allowed() {
+    [[ $BASH_COMMAND =~ ^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?= ]] && return 0
+    local name=${BASH_COMMAND%%[[:space:]]*}
+    case $name in
+        */*) return 1 ;;
+        echo | printf | : | true | \>*)
+            local text=${BASH_COMMAND//\/dev\/null/}
+            [[ ! $text =~ \>\|?[[:space:]]*[^\&[:space:]\|] ]] ;;
+    esac
+}
+"""
+"""Functions that replace programs and builtins. `__print` writes a record to file descriptor 3: the
+number of words and the words, each followed by a zero byte."""
+_RUN = """
+builtin set -CT
+builtin ulimit -f 0
+builtin trap __allowed DEBUG
+builtin source "$1"
+"""
+
+
+def train_words(script: Path, variables: Mapping[str, str]) -> list[str]:
+    """Return the words that the script passes to train.py or train_async.py.
+
+    `variables`: shell variables that the script reads from its environment.
+    Raises: ConfigError if the script does not exist, sources a missing file, or does not start
+    training.
+    """
+    if not script.is_file():
+        raise ConfigError(
+            "the launch script does not exist",
+            where=str(script),
+            do="give the path of a script, or the arguments of train.py",
+        )
+    records, output = _expanded(script, variables)
+    launched = [words for kind, *words in records if kind == "command"]
+    for words in reversed(launched):
+        for number, word in enumerate(words):
+            if Path(word).name in PROGRAMS:
+                return words[number + 1 :]
+    if missing := [words[0] for kind, *words in records if kind == "missing"]:
+        raise ConfigError(
+            "the launch script sources a file that does not exist",
+            where=str(script),
+            found=", ".join(missing),
+            do="copy the file next to the script",
+        )
+    raise ConfigError(
+        "the launch script does not start training",
+        where=str(script),
+        found=output.strip()[-SHOWN_CHARACTERS:] or "no output",
+        expected=f"a command with {' or '.join(PROGRAMS)}",
+        do="give variables that the script needs as NAME=VALUE after its path",
+    )
+
+
+def _expanded(script: Path, variables: Mapping[str, str]) -> tuple[list[list[str]], str]:
+    """Return the records of the script, and its output. Raises: ConfigError."""
+    shell = shutil.which("bash")
+    if shell is None:
+        raise ConfigError(
+            "bash is not installed", where=str(script), do="give the arguments of train.py instead"
+        )
+    reading, writing = os.pipe()
+    with tempfile.TemporaryDirectory() as empty, os.fdopen(reading, "rb") as records:
+        program = f"exec 3>&{writing}\n{_PRELUDE}{_RUN}"
+        path = str(script.absolute())
+        try:
+            done = subprocess.Popen(
+                [shell, "--noprofile", "--norc", "-c", program, path, path],
+                env={**os.environ, **variables, "PATH": empty},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[writing],
+            )
+        finally:
+            os.close(writing)
+        try:
+            output, errors = done.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            done.kill()
+            done.communicate()
+            raise ConfigError(
+                f"the launch script did not end within {TIMEOUT_S:g} s",
+                where=str(script),
+                do="give the arguments of train.py instead",
+            ) from None
+        said = (output.strip() or errors).decode(errors="replace")
+        return _records(records.read().decode(errors="replace")), said
+
+
+def _records(text: str) -> list[list[str]]:
+    """Return the records that `__print` wrote."""
+    words = text.split("\0")
+    records = []
+    position = 0
+    while position < len(words) - 1:
+        count = int(words[position])
+        records.append(words[position + 1 : position + 1 + count])
+        position += 1 + count
+    return records
