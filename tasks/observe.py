@@ -26,6 +26,7 @@ from rlpipe.lineage.sample_sets import write_run_samples
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.observe.overview import overview
 from rlpipe.observe.pages import SAMPLES_PAGE
+from rlpipe.observe.run_history import ACCURACY, MEAN_REWARD, RunHistory
 from rlpipe.observe.run_report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
@@ -188,8 +189,10 @@ class Observer:
         log = partial(self._log_evaluation, version, nodes, metrics)
         if not (self._functions.logs_evaluations and await self._call_user(log)):
             self._sinks.write(version, metrics)
+            history = await asyncio.to_thread(self._reader.read)
             line = ", ".join(
-                f"{name} accuracy {value:.3f}" for name, value in self._accuracy.items()
+                f"{name} {measured_mean(history, name)} {value:.3f}"
+                for name, value in self._accuracy.items()
             )
             self._ctx.progress.say(f"{self._ctx.config.run}: after {version} iterations {line}")
         await self.report()
@@ -282,6 +285,11 @@ def _logprob_differences(config: RunConfig, metrics: Mapping[str, float]) -> dic
         bounds = [f" of {gate.at_most:.2g}" for gate in gates if gate.at_most is not None]
         values["max Δlogp"] = f"{largest:.2g}{''.join(bounds[:1])}"
     return values
+
+
+def measured_mean(history: RunHistory, dataset: str) -> str:
+    """Return the name of a held-out set's mean reward: an accuracy if all rewards are 0 or 1."""
+    return ACCURACY if history.measure(dataset) == ACCURACY else MEAN_REWARD
 
 
 def _without_rollout(metrics: dict[str, float]) -> dict[str, float]:

@@ -84,11 +84,11 @@ def refused(
 
     def run(arguments: Sequence[str] = (), recipe: str | Path = place / "small.yaml") -> str:
         assert command("--recipe", recipe, *arguments) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
+        printed = capsys.readouterr()
+        assert printed.out == ""
         assert driven == []
-        assert "Traceback" not in said.err
-        return said.err
+        assert "Traceback" not in printed.err
+        return printed.err
 
     return run
 
@@ -130,16 +130,18 @@ def test_a_key_without_effect_is_printed(
     command: Command, place: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ):
     assert command("--recipe", place / "small.yaml", "train.loss.tis_clip=3", *more) == 0
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     key = "train.loss.tis_clip (override train.loss.tis_clip=3)"
-    assert said.err == f"warning: {key} has no effect: it needs train.loss.use_tis: true\n"
-    assert "warning" not in said.out
+    assert printed.err == f"warning: {key} has no effect: it needs train.loss.use_tis: true\n"
+    assert "warning" not in printed.out
 
 
 def test_the_error_of_a_misspelt_key_names_line_and_nearest_key(refused: Callable, place: Path):
     override = "train.optimizer.lrr=1e-5"
-    said = f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
-    assert refused([override]) == said
+    printed = (
+        f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
+    )
+    assert refused([override]) == printed
     recipe = place / "small.yaml"
     recipe.write_text(
         recipe.read_text().replace("num_rollout: 3", "num_rollout: 3\nnum_rolouts: 4")
@@ -152,9 +154,9 @@ def test_the_error_of_a_misspelt_key_names_line_and_nearest_key(refused: Callabl
 
 def test_a_missing_prompt_file_is_named(refused: Callable, place: Path):
     (place / "train.jsonl").unlink()
-    said = refused()
-    assert said.startswith(f"DataError: {place}/train.jsonl: the prompt file cannot be read\n")
-    assert "  do:       " in said
+    printed = refused()
+    assert printed.startswith(f"DataError: {place}/train.jsonl: the prompt file cannot be read\n")
+    assert "  do:       " in printed
 
 
 def test_an_empty_prompt_file_is_named(refused: Callable, place: Path):
@@ -176,7 +178,7 @@ def test_a_bad_row_is_named_with_its_line(refused: Callable, place: Path, row: s
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "printed"),
     [
         ("import sys; sys.exit(0)", "SystemExit: 0"),
         ("import os; os._exit(0)", "exit status 0"),
@@ -184,20 +186,20 @@ def test_a_bad_row_is_named_with_its_line(refused: Callable, place: Path, row: s
     ],
 )
 def test_a_reward_file_that_exits_or_raises_on_import_is_named(
-    refused: Callable, place: Path, code: str, said: str
+    refused: Callable, place: Path, code: str, printed: str
 ):
     (place / "reward.py").write_text(f"def reward(sample): return 1.0\n{code}\n")
     error = refused([f"reward.function={{type: python, path: '{place}/reward.py'}}"])
     assert f"reward.function.path: {place}/reward.py" in error
-    assert said in error
+    assert printed in error
 
 
 def test_a_missing_model_directory_is_named_with_its_key(refused: Callable, place: Path):
-    said = refused([f"model.source.hf_checkpoint={place}/nowhere"])
-    assert said.startswith(
+    printed = refused([f"model.source.hf_checkpoint={place}/nowhere"])
+    assert printed.startswith(
         "ConfigError: model.source.hf_checkpoint: not a Hugging Face model directory\n"
     )
-    assert f"no directory {place}/nowhere" in said
+    assert f"no directory {place}/nowhere" in printed
 
 
 def test_the_error_of_a_missing_recipe_names_the_nearest(refused: Callable, place: Path):
@@ -222,7 +224,7 @@ def test_a_wrong_command_line_gives_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "printed"),
     [
         ([], "ConfigError: rlpipe train: nothing to train"),
         (
@@ -240,10 +242,10 @@ def test_the_error_names_wrong_flags(
     driven: list,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    said: str,
+    printed: str,
 ):
     assert command(*arguments) == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(printed)
     assert driven == []
 
 
@@ -284,8 +286,8 @@ def test_a_command_line_in_slimes_style_needs_no_recipe(
     assert (config.resources.trainer_ranks, config.resources.rollout_num_gpus) == (8, 8)
     assert (config.seed, config.data.rollout_seed, config.data.rollout_shuffle) == (1234, 42, False)
     assert config.engine.sglang == {"mem_fraction_static": 0.8}
-    said = capsys.readouterr().err
-    assert "flags without effect (rlpipe flags gives reasons): --use-fault-tolerance\n" in said
+    printed = capsys.readouterr().err
+    assert "flags without effect (rlpipe flags gives reasons): --use-fault-tolerance\n" in printed
     assert config.resources.colocate
 
 
@@ -452,7 +454,7 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "said"),
+    ("ends", "code", "printed"),
     [
         (
             {
@@ -474,16 +476,18 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
     ],
 )
 def test_the_exit_code_tells_the_end_of_the_run(
-    flow: Flow, ends: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    flow: Flow, ends: Any, code: int, printed: str, capsys: pytest.CaptureFixture[str]
 ):
     flow.ends = ends
     assert (
         train.drive(
-            argparse.Namespace(recipe="r", overrides=["seed=1"], run="mine", takeover=False)
+            argparse.Namespace(
+                recipe="r", overrides=["seed=1"], run="mine", takeover=False, quiet=False
+            )
         )
         == code
     )
     output = capsys.readouterr()
-    assert (output.err if code else output.out).startswith(said)
+    assert (output.err if code else output.out).startswith(printed)
     assert (output.out if code else output.err) == ""
     assert flow.log == [("r", ["seed=1"], "mine", False), "drained", "server ended"]
