@@ -95,7 +95,7 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    _save(model, tokenizer, directory)
+    save_model(model, tokenizer, directory)
 
 
 def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
@@ -150,10 +150,11 @@ def make_smollm2(directory: str) -> None:
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.eos_token_id
-    _save(model, tokenizer, directory)
+    save_model(model, tokenizer, directory)
 
 
-def _save(model, tokenizer, directory: str) -> None:
+def save_model(model, tokenizer, directory: str) -> None:
+    """Write weights, configuration and tokenizer, without progress bars."""
     disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.system.project import in_project
 
 _WORD = re.compile(r"\w+")
 _K1 = 1.5
@@ -30,7 +31,7 @@ class Retrieval:
         """Read and index the corpus. Raises: ConfigError if the file cannot be read; DataError with
         the first invalid line."""
         self.topk = topk
-        self.documents = _read(Path(corpus))
+        self.documents = _read(Path(in_project(corpus)))
         word_counts = [Counter(_words(f"{title} {text}")) for title, text in self.documents]
         self._lengths = [sum(counts.values()) for counts in word_counts]
         self._mean_length = sum(self._lengths) / len(word_counts)
@@ -45,9 +46,9 @@ class Retrieval:
         lines = [f"{title}: {text}" if title else text for title, text in documents]
         return "\n".join(lines) or "nothing found"
 
-    def search(self, query: str) -> list[tuple[int, float]]:
-        """Return (document, score) of the `topk` best documents, best first. Documents of equal
-        score keep the corpus's order."""
+    def search(self, query: str, topk: int | None = None) -> list[tuple[int, float]]:
+        """Return (document, score) of the best documents, best first. Documents of equal score keep
+        the corpus's order. `topk`: largest number of documents; None: that of the tool."""
         scores: dict[int, float] = {}
         for word in set(_words(query)):
             postings = self._postings.get(word, [])
@@ -57,7 +58,7 @@ class Retrieval:
                 length = 1 - _B + _B * self._lengths[number] / self._mean_length
                 weight = inverse_frequency * count * (_K1 + 1) / (count + _K1 * length)
                 scores[number] = scores.get(number, 0.0) + weight
-        return sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: self.topk]
+        return sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: topk or self.topk]
 
 
 def _words(text: str) -> list[str]:
