@@ -16,7 +16,7 @@ import pyarrow as pa
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import HuggingFaceModel
 from rlpipe.data.tokens import load_tokenizer
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.lineage.rollouts import StoredRollout
 from rlpipe.model_dir import model_fingerprint, present_directory
 from rlpipe.observe.viewer import ShownSample
@@ -76,8 +76,8 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
     The directory of a model that a function makes is found by its contents, without calling the
     function.
     """
-    record = Branches(files).get(run)
     try:
+        record = Branches(files).get(run)
         source = validate_stored(record.config).model.source
         if isinstance(source, HuggingFaceModel):
             directory = present_directory(source.hf_checkpoint)
@@ -88,8 +88,8 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
             is_model = (path / "config.json").is_file()
             if is_model and model_fingerprint(str(path), cache) == wanted:
                 return decoder(str(path))
-    except ConfigError:
-        pass  # the viewer then shows token ids
+    except (ConfigError, ObjectMissing):
+        pass  # the viewer then shows token ids; a run that only sampled may have no branch
     return None
 
 

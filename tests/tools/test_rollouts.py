@@ -44,11 +44,11 @@ def home(tmp_path: Path) -> Path:
     outputs = {"accepted": ["sampled:0"], "dropped": {"sampled:1": "all_equal"}}
     made = Nodes(files).commit(inputs.node(files=(record,), outputs=outputs))
     judged = Inputs(Stage.REWARD, {"rollout": made.digest}, {})
-    said = [
+    output = [
         RewardRow("sampled:0", 0, 0.5, {"format": 1.0}),
         RewardRow("sampled:0", 1, None, {}, "late"),
     ]
-    Nodes(files).commit(judged.node(files=(write_rewards(files, judged.digest, said),)))
+    Nodes(files).commit(judged.node(files=(write_rewards(files, judged.digest, output),)))
     write_note(files, "sampled", 0, {Stage.ROLLOUT: made.digest, Stage.REWARD: judged.digest})
     return tmp_path
 
@@ -106,17 +106,29 @@ def test_whole_rows_of_chosen_iterations_are_exported(tool: Tool, home: Path):
     )
 
 
+@pytest.mark.parametrize(("run", "totals"), [("run", [6, 8, 8]), ("sampled", [4])])
+def test_samples_of_chosen_iterations_are_a_page(
+    tool: Tool, home: Path, run: str, totals: list[int]
+):
+    page = home / "new" / "rows.html"
+    assert tool("--run", run, "--iterations", ":", "--out", str(page)) == 0
+    data = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+    names = [f"iteration {k}" for k in range(len(data["sets"]))]
+    assert [one["name"] for one in data["sets"]] == names
+    assert [one["total"] for one in data["sets"]] == totals
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
-        (("--run", "nobody"), "the run has no stored rollout"),
+        (("--run", "absent"), "the run has no stored rollout"),
         (("--run", "run", "--iterations", "7"), "within 0:3"),
         (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),
-        (("--run", "run", "--out", "rows.csv"), ".jsonl or .parquet"),
+        (("--run", "run", "--out", "rows.csv"), ".jsonl, .parquet or .html"),
     ],
 )
 def test_wrong_input_is_refused(
-    tool: Tool, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    tool: Tool, words: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ):
     assert tool(*words) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err

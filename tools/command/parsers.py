@@ -179,7 +179,9 @@ def rollouts() -> argparse.ArgumentParser:
         help="from A up to B, without B (default: the newest); K: one; ':': all",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write whole rows to this .jsonl or .parquet file"
+        "--out",
+        metavar="FILE",
+        help="write whole rows to this .jsonl or .parquet file, or the page of samples to .html",
     )
     _add_home(parser)
     _add_store(parser, "the store of the run's start")
@@ -231,7 +233,10 @@ def audit() -> argparse.ArgumentParser:
         "--out", help="lineage: a .parquet file; view: the page (default: samples.html)"
     )
     parser.add_argument(
-        "--samples", type=int, default=64, help="view: maximum number of samples (default: 64)"
+        "--samples",
+        type=int,
+        default=64,
+        help="view: samples of an iteration, at most (default: 64)",
     )
     parser.add_argument(
         "--tokenizer",
