@@ -28,7 +28,10 @@ from rlpipe.slime.megatron_flags import SPEED_ONLY
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)*=")
 PREFIXES = {"sglang_router_": "router", "sglang_": "sglang", "router_": "router"}
-RENAMED = {"enable_deepep_moe": ("moe_a2a_backend", "deepep")}
+RENAMED = {
+    "enable_deepep_moe": ("moe_a2a_backend", "deepep"),
+    "disable_piecewise_cuda_graph": ("cuda_graph_backend_prefill", "disabled"),
+}
 """Former name of an SGLang argument → its present name and value."""
 
 
@@ -222,7 +225,7 @@ def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
         "unknown flag",
         where=f"--{name.replace('_', '-')}",
         expected=" or ".join(f"--{match.replace('_', '-')}" for match in close) or None,
-        do="python -m tools.flags lists all flags; keys of rlpipe are given as dotted.key=value",
+        do="rlpipe flags lists all flags; keys of rlpipe are given as dotted.key=value",
     )
 
 

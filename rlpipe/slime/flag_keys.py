@@ -45,12 +45,21 @@ QWEN_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 """slime's loss mask types that train on all assistant messages."""
 
 
+CRITIC_FLAGS = {
+    "lr": "critic_lr",
+    "lr_warmup_iters": "critic_lr_warmup_iters",
+    "load": "critic_load",
+    "save": "critic_save",
+}
+"""Name in the critic's part of `--megatron-config-path` → flag."""
+
+
 def keys_of(flags: ParsedFlags) -> Keys:
     """Return dotted key → value of a command line.
 
     Raises: ConfigError for flags that contradict each other.
     """
-    values, custom = _with_custom_config(flags.own)
+    values, custom = _with_files(flags.own)
     keys = _direct_keys(values)
     for convert in _CONVERTERS:
         keys |= convert(values)
@@ -78,7 +87,7 @@ def overrides_of(flags: ParsedFlags) -> list[str]:
 
     Flags that set no key become `flags.<name>`, for the `args` of user functions.
     """
-    values, _ = _with_custom_config(flags.own)
+    values, _ = _with_files(flags.own)
     kept = {f"flags.{name}": value for name, value in values.items() if FLAGS[name].effect != "to"}
     return [
         *(f"{key}={json.dumps(value)}" for key, value in (keys_of(flags) | kept).items()),
@@ -88,7 +97,7 @@ def overrides_of(flags: ParsedFlags) -> list[str]:
 
 def differences(flags: ParsedFlags) -> list[str]:
     """Return one sentence for each flag with another result than in slime."""
-    values, _ = _with_custom_config(flags.own)
+    values, _ = _with_files(flags.own)
     estimator = values.get("advantage_estimator")
     sentences = []
     if values.get("rollout_top_p", 1.0) != 1.0:
@@ -117,6 +126,11 @@ def differences(flags: ParsedFlags) -> list[str]:
             f"--rollout-function-path: samples are at most {_least_ahead(values)} weight versions "
             "old (--async-buffer-size); slime's fully asynchronous rollout has no bound"
         )
+    if values.get("ci_test"):
+        sentences.append(
+            "--ci-test: a difference of engine and trainer above the threshold fails an iteration; "
+            "slime's bounds of the KL in the first step and of its own tests are not checked"
+        )
     if loads_checkpoint(values) and not (values.get("finetune") or values.get("no_load_optim")):
         sentences.append(
             "--load: weights come from the checkpoint; the optimizer's state and the number of the "
@@ -130,10 +144,13 @@ def differences(flags: ParsedFlags) -> list[str]:
     return sentences
 
 
-def _with_custom_config(values: Values) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags with those of `--custom-config-path`, and the file's other entries."""
+def _with_files(values: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags with those of `--megatron-config-path` and `--custom-config-path`, and other
+    entries of the latter.
+    """
+    values = {**values, **_role_overrides(values)}
     if not values.get("custom_config_path"):
-        return dict(values), {}
+        return values, {}
     entries = read_yaml(values["custom_config_path"], "--custom-config-path")
     flags = {
         name: value
@@ -142,6 +159,33 @@ def _with_custom_config(values: Values) -> tuple[dict[str, Any], dict[str, Any]]
     }
     others = {name: value for name, value in entries.items() if name not in flags}
     return {**values, **flags}, others
+
+
+def _role_overrides(values: Values) -> dict[str, Any]:
+    """Return the flags that `--megatron-config-path` sets for the policy and the critic.
+
+    The file is `megatron: [{role: actor, overrides: {lr: 1e-6}}, {role: critic, ...}]`.
+    Raises: ConfigError for an override without a flag.
+    """
+    path = values.get("megatron_config_path")
+    if not path:
+        return {}
+    option = "--megatron-config-path"
+    flags = {}
+    for entry in read_yaml(path, option).get("megatron") or []:
+        role = entry.get("role")
+        for name, value in (entry.get("overrides") or entry.get("args") or {}).items():
+            flag = CRITIC_FLAGS.get(name) if role == "critic" else name
+            if flag not in FLAGS or FLAGS[flag].effect not in ("to", "built"):
+                raise ConfigError(
+                    f"no setting of the {'critic' if role == 'critic' else 'policy'} alone",
+                    where=f"{option}: {path}: {role}",
+                    found=name,
+                    expected=" or ".join(CRITIC_FLAGS) if role == "critic" else None,
+                    do="remove it, or give it for both as a flag",
+                )
+            flags[flag] = value
+    return flags
 
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
@@ -339,6 +383,25 @@ def _other_keys(values: Values) -> Keys:
     return keys
 
 
+def _gates(values: Values) -> Keys:
+    """Convert `--ci-test`: a bound of slime's assertions that is broken fails the iteration."""
+    if not values.get("ci_test"):
+        return {}
+    threshold = "ci_train_rollout_logprob_abs_diff_threshold"
+    return {
+        "gates": {
+            "bounds": [
+                {
+                    "metric": "train/train_rollout_logprob_abs_diff",
+                    "at_most": values.get(threshold, FLAGS[threshold].default),
+                }
+            ],
+            "timeout_s": 1,
+            "poll_s": 1,
+        }
+    }
+
+
 _CONVERTERS: tuple[Callable[[Values], Keys], ...] = (
     model_source,
     _prompts,
@@ -350,4 +413,5 @@ _CONVERTERS: tuple[Callable[[Values], Keys], ...] = (
     _store,
     _critic,
     _other_keys,
+    _gates,
 )

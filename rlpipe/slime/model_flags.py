@@ -135,7 +135,7 @@ def _check_teacher(values: Values) -> None:
 
 def _convert_first(folder: str, option: str) -> str:
     return (
-        "convert the Megatron checkpoint (python tools/convert_torch_dist_to_hf.py "
+        "convert the Megatron checkpoint (rlpipe convert dist2hf "
         f"--input-dir {folder} --output-dir OUT --origin-hf-dir MODEL) and give {option} OUT"
     )
 

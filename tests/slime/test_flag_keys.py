@@ -426,3 +426,31 @@ def test_external_engines_and_router_are_given_by_address():
         "engine.router_url": "http://10.0.0.1:3000",
         "resources.external_engines": ["10.0.0.2:30000", "10.0.0.3:30000"],
     }
+
+
+def test_a_test_of_slime_fails_above_its_bound_of_the_log_probs():
+    gates = keys("--ci-test --ci-train-rollout-logprob-abs-diff-threshold 0.2")["gates"]
+    assert gates["bounds"] == [{"metric": "train/train_rollout_logprob_abs_diff", "at_most": 0.2}]
+    assert "gates" not in keys("--ci-train-rollout-logprob-abs-diff-threshold 0.2")
+    config = loaded(
+        "--ci-test --hf-checkpoint /m --prompt-data p.jsonl --num-rollout 1 "
+        "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 --rm-type math"
+    )
+    assert (config.gates.bounds[0].at_most, config.gates.timeout_s) == (0.1, 1)
+
+
+def test_a_file_of_roles_sets_the_policy_and_the_critic(tmp_path: Path):
+    file = tmp_path / "roles.yaml"
+    file.write_text(
+        "megatron:\n"
+        "- {name: default, role: critic, overrides: {lr: 1e-5}}\n"
+        "- {name: default, role: actor, overrides: {lr: 1e-6, clip_grad: 0.5}}\n"
+    )
+    assert keys(f"--lr 1 --megatron-config-path {file}") == {
+        "train.optimizer.lr": 1e-6,
+        "train.optimizer.clip_grad": 0.5,
+        "critic.lr": 1e-5,
+    }
+    file.write_text("megatron: [{role: critic, overrides: {clip_grad: 0.5}}]\n")
+    error = refused(f"--megatron-config-path {file}")
+    assert (error.found, "critic alone" in str(error)) == ("clip_grad", True)
