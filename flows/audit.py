@@ -62,7 +62,7 @@ async def audit(run: str, store: str | None = None, head: str | None = None) -> 
             "the audit found differences between the store and the records of the run",
             where=run,
             found="; ".join(f"{finding.rule} {finding.where}" for finding in findings[:5]),
-            do="read the table of this flow run, or run `python -m tools.audit verify --run RUN`",
+            do="read the table of this flow run, or run `rlpipe audit verify --run RUN`",
         )
     unusual = await asyncio.to_thread(find_anomalies, files, run)
     await _create_table(

@@ -1,7 +1,7 @@
 """Begin a fork: a run that starts from a commit of another run.
 
     fork_from: {branch: OLD, iteration: K}
-    python -m tools.train --recipe ... --fork OLD@K --run NEW
+    rlpipe train --recipe ... --fork OLD@K --run NEW
 
 The fork takes weights, optimizer state, random state and data cursor of the commit. The history up
 to K is shared. The fork's first own iteration is K + 1, under its own configuration; the old branch

@@ -1,12 +1,12 @@
 """Audit a run: verify its records, list anomalies, trace weights and prompts, query samples.
 
-    python -m tools.audit verify  [--run RUN [--head SHA256]]      # every record, file and row
-    python -m tools.audit head    --run RUN[@K]                    # branch, iteration, sha256
-    python -m tools.audit unusual --run RUN                        # anomalies of metrics
-    python -m tools.audit lineage --run RUN[@K] [--out F.parquet]  # the origin of these weights
-    python -m tools.audit forward --run RUN --prompt TEXT          # uses of a prompt
-    python -m tools.audit sql     --run RUN "SELECT ..."         # see rlpipe/store/tables/query.py
-    python -m tools.audit view    --run RUN[@K] --out F.html       # samples, tokens coloured
+    rlpipe audit verify  [--run RUN [--head SHA256]]      # every record, file and row
+    rlpipe audit head    --run RUN[@K]                    # branch, iteration, sha256
+    rlpipe audit unusual --run RUN                        # anomalies of metrics
+    rlpipe audit lineage --run RUN[@K] [--out F.parquet]  # the origin of these weights
+    rlpipe audit forward --run RUN --prompt TEXT          # uses of a prompt
+    rlpipe audit sql     --run RUN "SELECT ..."         # see rlpipe/store/tables/query.py
+    rlpipe audit view    --run RUN[@K] --out F.html       # samples, tokens coloured
 
 `verify` without `--run` checks every run of the store. With `--run` it reads files, rows and
 bookkeeping of that run. Objects that no run refers to are reported in both cases. They and damage

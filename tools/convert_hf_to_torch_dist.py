@@ -1,6 +1,6 @@
 """Convert a Hugging Face directory to a torch_dist checkpoint for any parallel layout.
 
-    python tools/convert_hf_to_torch_dist.py --hf-checkpoint /models/GLM-Z1-9B-0414
+    rlpipe convert hf2dist --hf-checkpoint /models/GLM-Z1-9B-0414
         --save /models/GLM-Z1-9B-0414_torch_dist
 
 Writes SAVE/release and SAVE/latest_checkpointed_iteration.txt. Uses no GPU and the memory of one

@@ -133,7 +133,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="convert_to_hf.py",
         description="Megatron checkpoint → Hugging Face directory, by training's own ranks.",
-        epilog="All other arguments are those of training: python -m tools.flags.",
+        epilog="All other arguments are those of training: rlpipe flags.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Convert a checkpoint to a Hugging Face directory.
 
-    python tools/convert_torch_dist_to_hf.py --input-dir CKPT/iter_xxx/ --output-dir OUT
+    rlpipe convert dist2hf --input-dir CKPT/iter_xxx/ --output-dir OUT
         [--origin-hf-dir MODEL]
-    python tools/convert_torch_dist_to_hf.py --of RUN@K --output-dir OUT
+    rlpipe convert dist2hf --of RUN@K --output-dir OUT
 
 The second command reads a run's checkpoint from its store, after iteration K. Reads torch_dist of
 any parallel layout, and the older `torch` format (`mp_rank_...`). Uses no GPU and the memory of one

@@ -1,10 +1,10 @@
 """Evaluate a run's weights, or a recipe's model, on held-out sets.
 
-    python -m tools.evaluate --of my_run[@K]                                # the run's own sets
-    python -m tools.evaluate --of my_run --eval-prompt-data aime aime.jsonl
-    python -m tools.evaluate --recipe my_run.yaml [dotted.key=value ...]    # the recipe's model
+    rlpipe evaluate --of my_run[@K]                                # the run's own sets
+    rlpipe evaluate --of my_run --eval-prompt-data aime aime.jsonl
+    rlpipe evaluate --recipe my_run.yaml [dotted.key=value ...]    # the recipe's model
 
-Prints every metric of every set. The run stays as it is. Flags are those of `tools.train`, such as
+Prints every metric of every set. The run stays as it is. Flags are those of `rlpipe train`, such as
 `--n-samples-per-eval-prompt 16`.
 """
 
@@ -27,7 +27,7 @@ from tools.train import finish
 
 
 def main() -> int:
-    """Run the command. Exit codes: as `tools.train`."""
+    """Run the command. Exit codes: as `rlpipe train`."""
     arguments, rest = read_words(parsers.evaluate(), sys.argv[1:])
     try:
         use_home(arguments.home)

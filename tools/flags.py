@@ -1,6 +1,6 @@
 """Print the effect of each slime flag: its key, or the reason of its refusal.
 
-    python -m tools.flags [--arguments] [PART OF A NAME]
+    rlpipe flags [--arguments] [PART OF A NAME]
 
 Names of Megatron-core, SGLang and the router pass through. The last lines count them; with
 `--arguments`, each of them has a line.

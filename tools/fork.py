@@ -1,10 +1,10 @@
 """Fork a run: continue from one of its iterations with some settings changed.
 
-    python -m tools.fork my_run@99 --run hotter rollout.rollout_temperature=1.2 num_rollout=300
+    rlpipe fork my_run@99 --run hotter rollout.rollout_temperature=1.2 num_rollout=300
 
 Without `@K` the fork starts at the newest iteration. The fork shares the history up to there; the
-parent stays as it is. The same command continues the fork. To use another recipe: `python -m
-tools.train --recipe ... --fork my_run@99`.
+parent stays as it is. The same command continues the fork. To use another recipe: `rlpipe
+train my_run.yaml --fork my_run@99`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.train import finish
 
 
 def main() -> int:
-    """Run the command. Exit codes: as `tools.train`."""
+    """Run the command. Exit codes: as `rlpipe train`."""
     arguments = parsers.fork().parse_intermixed_args()
     parameters = {
         "of": arguments.of,

@@ -1,9 +1,9 @@
 """Garbage collection: list or delete objects of a store that no run needs.
 
-    python -m tools.gc                                          # unreferenced objects
-    python -m tools.gc --keep-checkpoints 3 [--keep-every 100]  # and spare checkpoints
-    python -m tools.gc --remove RUN [--remove RUN ...]          # and whole runs
-    python -m tools.gc ... --delete                             # delete instead of listing
+    rlpipe gc                                          # unreferenced objects
+    rlpipe gc --keep-checkpoints 3 [--keep-every 100]  # and spare checkpoints
+    rlpipe gc --remove RUN [--remove RUN ...]          # and whole runs
+    rlpipe gc ... --delete                             # delete instead of listing
 
 Without `--delete` nothing changes, and runs may continue. `--delete` is exclusive: it is refused
 while a run is driven, and a run that begins meanwhile is refused. After a kill, the same command

@@ -1,6 +1,6 @@
 """Migrate a store of record format 1 to today's format.
 
-    python -m tools.migrate --store OLD --to NEW
+    rlpipe migrate --store OLD --to NEW
 
 Format 1 is the format from before stages had contracts. Its node digests cover every setting; now a
 setting at the default that it was introduced with is left out. So every node gets another digest,
@@ -111,10 +111,7 @@ def migrate(old: Files, new: Files, say: Say) -> list[str]:
             "audit the old store with the version of rlpipe that wrote it",
         ]
     say(f"{new.root}: " + ", ".join(f"{number} {kind}" for kind, number in sorted(written.items())))
-    say(
-        f"{new.root}: audited, nothing is wrong; {len(report.notes)} notes "
-        "(python -m tools.audit verify)"
-    )
+    say(f"{new.root}: audited, nothing is wrong; {len(report.notes)} notes (rlpipe audit verify)")
     return []
 
 

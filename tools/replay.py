@@ -1,6 +1,6 @@
 """Replay a run: train its stored batches again and compare every state.
 
-    python -m tools.replay --run NAME [--home DIR] [--store URL]
+    rlpipe replay NAME [--home DIR] [--store URL]
 
 Starts at weight version 0 in a separate trainer (Ray, no engines), and follows warm starts and
 forks. A different state means another kind of machine, other packages, or damaged records. Exit

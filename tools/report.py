@@ -1,6 +1,6 @@
 """Write a run's summary.json, report.html, report.png and samples.html again from its records.
 
-python -m tools.report --run NAME
+rlpipe report NAME
 """
 
 from __future__ import annotations

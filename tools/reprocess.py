@@ -1,9 +1,9 @@
 """Score stored rollouts of a run again and estimate advantages, on a new branch.
 
-    python -m tools.reprocess --of my_run 'reward.function={type: python, path: mine.py:score}'
-    python -m tools.reprocess --of my_run --iterations 10:50 --run stricter
+    rlpipe reprocess --of my_run 'reward.function={type: python, path: mine.py:score}'
+    rlpipe reprocess --of my_run --iterations 10:50 --run stricter
         rollout.dynamic_sampling_filter_path=mine.py:keep
-    python -m tools.reprocess --of my_run --run by_rloo advantage.advantage_estimator=rloo
+    rlpipe reprocess --of my_run --run by_rloo advantage.advantage_estimator=rloo
         --train by_rloo.trained
 
 Starts no engines and no trainer. `--train NAME` trains a run from the result, also without engines.

@@ -1,7 +1,7 @@
 """Print or export stored rollouts with rewards and advantages.
 
-    python -m tools.rollouts --run NAME                             # the newest, a line a sample
-    python -m tools.rollouts --run NAME --iterations 10:20 --out some.jsonl
+    rlpipe rollouts NAME                             # the newest, a line a sample
+    rlpipe rollouts NAME --iterations 10:20 --out some.jsonl
 
 The second command writes whole rows of iterations 10 to 19 (also .parquet). Messages and metadata
 are JSON text in .parquet and objects in .jsonl. `rlpipe.lineage.rollouts` describes the columns.

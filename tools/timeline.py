@@ -1,7 +1,7 @@
 """Write a run's stages and responses as a timeline for https://ui.perfetto.dev.
 
-    python -m tools.timeline --run NAME                      # {home}/{run}/timeline.json.gz
-    python -m tools.timeline --run NAME --iterations 10:20   # responses of iterations 10 to 19
+    rlpipe timeline NAME                      # {home}/{run}/timeline.json.gz
+    rlpipe timeline NAME --iterations 10:20   # responses of iterations 10 to 19
 
 Open the file at that address; the page uploads nothing. Stages are always those of the whole run.
 """

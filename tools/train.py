@@ -1,11 +1,11 @@
 """Train on this machine, from a recipe or from a command line in slime's style.
 
-    python -m tools.train --recipe spell_backward [--run NAME] [dotted.key=value ...]
-    python -m tools.train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME]
+    rlpipe train spell_backward [--run NAME] [dotted.key=value ...]
+    rlpipe train ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ... [--run NAME]
 
 Flags of slime, Megatron's under their own names and SGLang's as `--sglang-*` become configuration
-keys (`python -m tools.flags` lists them). Without a recipe they start from slime's defaults; with
-one they change the recipe. The command uses the Prefect server of the current profile, or starts
+keys (`rlpipe flags` lists them). Without a recipe they start from slime's defaults; with one they
+change the recipe. The command uses the Prefect server of the current profile, or starts
 one for the run. Ctrl-C stops the run; the same command continues after the last finished stage.
 """
 

@@ -1,9 +1,9 @@
-"""Start and stop the local servers (`make up`, `make down`).
+"""Start and stop the local servers (`rlpipe up`, `rlpipe down`).
 
 They are a Prefect server, an S3 store, a Ray head and a worker.
 
-    python -m tools.up [--site FILE] [--without ray,s3]   # start servers, declare deployments
-    python -m tools.up --status | --down
+    rlpipe up [--site FILE] [--without ray,s3]   # start servers, declare deployments
+    rlpipe up --status; rlpipe down
 
 Each server has its own session and a record in `{home}/.up` (`tools.local_servers`). Running
 servers stay as they are. A dead server restarts with its data, at its old port if that is free.

@@ -97,7 +97,7 @@ def _refuse_unknown_format(content: dict[str, Any], kind: type[Record], where: s
             found=f"format {version!r}",
             expected=f"format {RECORD_FORMAT}",
             do="use the version of rlpipe that wrote the store, or migrate a store of format 1: "
-            "python -m tools.migrate",
+            "rlpipe migrate",
         )
 
 

@@ -1,7 +1,7 @@
 """`iteration`: the times of a run's iterations by stage, from its trace. There is no baseline.
 
 The run is a new one of the shape (one optimizer step an iteration, random rewards), started like
-`python -m tools.train`, or the run of a given folder. The first iterations do not count (kernels
+`rlpipe train`, or the run of a given folder. The first iterations do not count (kernels
 load, caches fill), nor does the last, which saves the run.
 
     in no stage     share of the time without a running stage: orchestration

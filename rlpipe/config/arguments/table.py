@@ -9,7 +9,7 @@
 
 An argument without a row is passed on and changes results. Names are fields of the receiving class;
 other spellings (`tp`, `tensor_parallel_size`) map to the field that they set. `check` applies the
-table to a configuration, to the trainer and to the engines. `python -m tools.flags --arguments`
+table to a configuration, to the trainer and to the engines. `rlpipe flags --arguments`
 prints the table.
 
 Megatron's rows are measured: `tests/engines/megatron/effects.py` sets each field of Megatron's

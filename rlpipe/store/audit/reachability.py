@@ -56,7 +56,7 @@ WEIGHT_STAGES = (*LEAVES, Stage.SYNC)
 RECORD_FOLDERS = ("branches", "rollouts", "gates", "nodes")
 """Folders without other objects than records."""
 READERS = 8
-UNEXPLAINED = "unexplained: no record of any run refers to it (`python -m tools.gc` removes it)"
+UNEXPLAINED = "unexplained: no record of any run refers to it (`rlpipe gc` removes it)"
 LEFTOVER = "left over from a killed or replaced attempt, or a removed run; `tools.gc` removes it"
 
 Cursor = tuple[int, int, int]
