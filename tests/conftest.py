@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.gpus import prepare, visible_gpus
 
 os.environ.setdefault(
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
-)  # 20 is too little beside other tests
+)  # 20 is too little while other tests run
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 prepare()
@@ -88,6 +89,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def repository() -> Path:
     """The root of the checkout."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Any]:
+    """Two processes for jobs of training ranks (`tests.engines.megatron.ranks.Ranks`)."""
+    from tests.engines.megatron.ranks import Ranks  # imports torch
+
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpipe.errors import ConfigError
-from tests.engines.megatron.ranks import Ranks
 from tools import convert_hf_to_torch_dist, convert_to_hf, convert_torch_dist_to_hf
 from tools.conversion import size_bytes
 
@@ -89,7 +89,7 @@ def test_a_conversion_needs_one_source(call, capsys, tmp_path):
         call(
             convert_torch_dist_to_hf,
             "--of",
-            "nobody",
+            "absent",
             "--output-dir",
             tmp_path / "out",
             "--home",
@@ -116,19 +116,19 @@ def test_an_invalid_size_is_refused(text):
 
 def as_torchrun(rank: int, world_size: int, port: int, words: list[str]) -> int:
     """Run the command as one of the ranks."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    sys.argv = ["convert_to_hf.py", *words]
-    return convert_to_hf.main()
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    with patch.dict(os.environ, variables), patch("sys.argv", ["convert_to_hf.py", *words]):
+        return convert_to_hf.main()
 
 
 @pytest.mark.integration
-def test_ranks_convert_checkpoints_of_both_formats(model, call, tmp_path):
+def test_ranks_convert_checkpoints_of_both_formats(model, call, tmp_path, two_ranks):
     from tests.engines.megatron.conversion_jobs import in_old_format
 
     assert (
@@ -136,20 +136,14 @@ def test_ranks_convert_checkpoints_of_both_formats(model, call, tmp_path):
     )
     in_old_format(model, tmp_path / "old" / "iter_0000007", 2, 1, 1, padded_rows=0)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("7")
-    ranks = Ranks(2)
-    try:
-        for load, layout in (
-            ("dist", "--pipeline-model-parallel-size"),
-            ("old", "--tensor-model-parallel-size"),
-        ):
-            words = (
-                f"--load {tmp_path / load} --output-dir {tmp_path / f'{load}-hf'} --check-same "
-                f"--hf-checkpoint {model}"
-            )
-            assert ranks.run(as_torchrun, [*words.split(), layout, "2", *TRAINING.split()]) == [
-                0,
-                0,
-            ]
-    finally:
-        ranks.stop()
+    for load, layout in (
+        ("dist", "--pipeline-model-parallel-size"),
+        ("old", "--tensor-model-parallel-size"),
+    ):
+        words = (
+            f"--load {tmp_path / load} --output-dir {tmp_path / f'{load}-hf'} --check-same "
+            f"--hf-checkpoint {model}"
+        )
+        words = [*words.split(), layout, "2", *TRAINING.split()]
+        assert two_ranks.run(as_torchrun, words) == [0, 0]
     assert (tmp_path / "old-hf" / "config.json").is_file()

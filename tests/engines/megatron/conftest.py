@@ -1,4 +1,4 @@
-"""Fixtures: tiny models on disk, and training ranks."""
+"""Fixtures: tiny models on disk."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.engines.megatron.ranks import Ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -56,10 +54,3 @@ def models(tmp_path_factory) -> dict[str, str]:
                 parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.12, generator=generator)
         model.save_pretrained(root / name)
     return {name: str(root / name) for name in made}
-
-
-@pytest.fixture(scope="session")
-def two_ranks():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()

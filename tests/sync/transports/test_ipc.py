@@ -21,7 +21,6 @@ from rlpipe.sync.tensors import expected_shapes
 from rlpipe.sync.transports.base import Push
 from rlpipe.sync.transports.bucket_memory import SHARED_MEMORY, flatten, shared_block
 from rlpipe.sync.transports.ipc import IpcTransport, bucket_handle
-from tests.engines.megatron.ranks import Ranks
 from tests.live_engine import log_probs, make_model
 from tests.sync.setups import transport_setup
 
@@ -78,7 +77,12 @@ def with_an_engine_on_one_rank(
     """Push three times to an engine on the GPU of rank 1.
 
     Returns for each push the bytes of handles that no engine opens, and the number of shared memory
-    files that this process has left."""
+    files that this process has more than before."""
+
+    def memory_files() -> int:
+        return len(list(SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")))
+
+    before = memory_files()
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
@@ -95,7 +99,7 @@ def with_an_engine_on_one_rank(
             pickle.loads(handles.by_rank[1])
             transport._num_loaded += 1
         dist.barrier()
-        found.append((unread, len(list(SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")))))
+        found.append((unread, memory_files() - before))
     dist.destroy_process_group()
     return found
 
@@ -218,26 +222,16 @@ def test_an_engine_of_several_ranks_can_read_a_bucket_until_it_answers_to_the_ne
 
 
 @pytest.mark.integration
-def test_each_of_two_ranks_packs_its_own_memory_and_stops_when_the_push_ends(tmp_path):
+def test_each_of_two_ranks_packs_its_own_memory_and_stops_when_the_push_ends(tmp_path, two_ranks):
     make_model(tmp_path, seed=0)
-    ranks = Ranks(2)
-    try:
-        (read, lengths), assisted = ranks.run(both_ranks, str(tmp_path))
-    finally:
-        ranks.stop()
+    (read, lengths), assisted = two_ranks.run(both_ranks, str(tmp_path))
     assert all(read) and len(read) == 2 * 2 * len(expected_shapes(tmp_path))
     assert lengths[0] == 2 and set(lengths[1:]) == {0}, "no rank packs after the end of a push"
     assert assisted[0] == 2 * assisted[1]
 
 
 @pytest.mark.integration
-def test_a_rank_without_engine_makes_no_handles_and_a_push_leaves_no_memory(
-    tmp_path,
-):
+def test_a_rank_without_engine_makes_no_handles_and_a_push_leaves_no_memory(tmp_path, two_ranks):
     make_model(tmp_path, seed=0)
-    ranks = Ranks(2)
-    try:
-        found = ranks.run(with_an_engine_on_one_rank, str(tmp_path))
-    finally:
-        ranks.stop()
+    found = two_ranks.run(with_an_engine_on_one_rank, str(tmp_path))
     assert found == [[(0, 0)] * 3] * 2
