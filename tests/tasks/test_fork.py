@@ -77,6 +77,7 @@ def train_outputs(run: Trained, branch: str, iteration: int) -> tuple[str, list[
     return node.outputs["state_digest"], [step["lr"] for step in node.outputs["steps"]]
 
 
+@pytest.mark.long
 async def test_a_fork_continues_its_parent_and_leaves_it_unchanged(home: Path):
     files = Files(home / "store")
     nodes = Nodes(files)
@@ -98,7 +99,7 @@ async def test_a_fork_continues_its_parent_and_leaves_it_unchanged(home: Path):
         for iteration in (2, 3):
             assert train_outputs(run, "same", iteration) == train_outputs(
                 run, "parent", iteration
-            ), "bit for bit: optimizer state goes on"
+            ), "bit for bit: the fork has the optimizer state"
         changed = await run.set_up_for(other)
         await changed.iterate(1)
         digest, rates = train_outputs(run, "other", 2)
@@ -139,7 +140,7 @@ def test_without_a_number_the_newest_commit_is_forked(home: Path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ({"branch": "nobody"}, r"fork_from\.branch: the parent of the fork does not exist"),
+        ({"branch": "absent"}, r"fork_from\.branch: the parent of the fork does not exist"),
         (
             {"branch": "parent", "iteration": 4},
             r"(?s)fork_from\.iteration.*found: *4.*expected: *0 to 3",

@@ -118,13 +118,13 @@ def test_a_row_shows_medians_and_the_ratio_of_each_pair():
 
 
 def test_sides_take_turns_and_stop_in_time():
-    said = []
+    lines = []
     order = []
     sides = {name: (lambda name=name: order.append(name) or len(order)) for name in "ab"}
-    found = alternate(sides, repeats=3, until_s=time.monotonic() + 60, say=said.append)
+    found = alternate(sides, repeats=3, until_s=time.monotonic() + 60, say=lines.append)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
-    assert alternate(sides, repeats=3, until_s=0.0, say=said.append) == {"a": [7], "b": [8]}
+    assert alternate(sides, repeats=3, until_s=0.0, say=lines.append) == {"a": [7], "b": [8]}
 
 
 def test_time_is_shared_out_by_what_the_trace_says():
@@ -195,6 +195,7 @@ def test_a_store_is_measured_and_left_as_it_was(bench):
     assert not [path for path in (bench.home / "store").rglob("*") if path.is_file()]
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_both_sides_of_train_take_the_same_optimizer_steps(bench):
     batch = trained_batch(TINY, ragged=True)
@@ -219,12 +220,13 @@ def test_both_sides_of_train_take_the_same_optimizer_steps(bench):
     assert rows["optimizer step"].ours[0] == pytest.approx(len(batch.tokens) / ours[0].step_s)
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_rollout_s_baseline_samples_every_token_that_was_asked_for(bench, request):
     live: Live = live_engine(request.config)
     up = Serving(live.router.url, (live.server.url,))
-    said = list[str]()
-    (ours,), (straight,) = asyncio.run(sampling.compare(bench, up, said.append))
+    lines = list[str]()
+    (ours,), (straight,) = asyncio.run(sampling.compare(bench, up, lines.append))
     assert straight.tokens == 2 * 4 * TINY.response_tokens
     assert 0 < ours.tokens <= straight.tokens, (
         "this engine's model ends responses, which only the baseline ignores"

@@ -20,6 +20,7 @@ def test_the_table_has_both_routings_and_the_share_of_other_experts():
     )
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_in_float32_engine_and_trainer_agree_in_routing_and_in_log_probs(tmp_path):
     make_model(tmp_path, "cpu")

@@ -103,6 +103,7 @@ async def test_no_router_is_a_named_error_at_the_deadline():
             await client.generate([5], SAMPLING, where="group b:3")
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_a_killed_engine_is_a_named_error_within_the_deadline(live, tmp_path):
     server = make_server(live.model_dir, tmp_path / "server.log")
