@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from importlib.metadata import version
 
@@ -104,8 +105,12 @@ def run(verb: Verb, words: tuple[str, ...]) -> None:
         parser_of(verb).print_help()
         sys.exit(0)
     sys.argv = [f"{COMMAND} {verb.name}", *verb.words, *words]
-    module = importlib.import_module(verb.module)
-    sys.exit(piped(module.main))
+    try:
+        module = importlib.import_module(verb.module)
+        sys.exit(piped(module.main))
+    except KeyboardInterrupt:  # click would end with code 1
+        print("\nstopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def options(verb: Verb) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tools.bench.shapes import SHAPES
 from tools.bench.syncing import TRANSPORTS
 from tools.bench.training import BASELINES
 from tools.command import parsers
-from tools.command.main import COMPLETION_VARIABLE, application, options
+from tools.command.main import COMPLETION_VARIABLE, application, options, run
 from tools.command.verbs import VERBS
 
 HEAVY = ("torch", "ray", "prefect", "sglang", "transformers", "megatron", "pyarrow", "duckdb")
@@ -42,17 +42,17 @@ def test_the_command_alone_lists_every_verb_with_its_task():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("trian", "x.yaml"), "Did you mean 'train'?"),
         (("convert", "hf2dst"), "Did you mean 'hf2dist'?"),
         (("--verson",), "No such option"),
     ],
 )
-def test_a_misspelt_verb_names_the_nearest_one(words: tuple[str, ...], said: str):
+def test_a_misspelt_verb_names_the_nearest_one(words: tuple[str, ...], message: str):
     wrong = rlpipe(*words)
     assert wrong.returncode == 2
-    assert said in wrong.stderr
+    assert message in wrong.stderr
 
 
 @pytest.mark.parametrize(
@@ -134,3 +134,18 @@ def test_a_run_is_a_word_or_an_option_but_not_both(capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             parsers.report().parse_args(words)
     assert "RUN" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_verb_with_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr("tools.flags.main", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        run(VERBS["flags"], ("lr",))
+    assert caught.value.code == 130
+    assert sys.argv == ["rlpipe flags", "lr"]
+    assert capsys.readouterr().err == "\nstopped\n"
