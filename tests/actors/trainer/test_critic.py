@@ -118,6 +118,7 @@ async def check_restore(run: Trained, *, replayed: int) -> None:
     assert answer["state_digest"] == run.nodes.get(Stage.TRAIN, state).outputs["state_digest"]
 
 
+@pytest.mark.long
 async def test_a_replay_gives_the_same_bits_with_the_critic(home: Path):
     result = await replay(Files(home / "store"), "ppo", home=home, on_state=lambda _: None)
     assert result.equal

@@ -74,6 +74,7 @@ async def test_a_run_that_loses_its_trainer_before_any_checkpoint_continues_bit_
     assert [path for path in unreachable(files, grace_s=-60) if not path.startswith("data/")] == []
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_a_run_that_started_from_another_run_loads_that_checkpoint_again(
     tmp_path: Path, model: Path, local_ray: str
@@ -97,6 +98,7 @@ async def test_a_run_that_started_from_another_run_loads_that_checkpoint_again(
     assert files.url(path) in [finding.where for finding in check_branch(files, "warm")]
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_weights_and_reference_of_a_changed_model_are_refused(
     tmp_path: Path, model: Path, local_ray: str

@@ -15,7 +15,7 @@ from rlpipe.types import Stage
 from tests.actors.trainer.trained import OTHER_CPU, configuration, tiny_model, trained
 from tools import replay as tool
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

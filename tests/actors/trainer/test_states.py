@@ -18,7 +18,7 @@ from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Stage
 from tests.actors.trainer.trained import OTHER_CPU, Trained, configuration, tiny_model, trained
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

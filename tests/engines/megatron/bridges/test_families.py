@@ -31,7 +31,14 @@ TRAIN = TrainConfig.model_validate(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("qwen2_moe", "llama3.2", "glm4", "deepseek_v3")
+"""Families of `make test`: dense and with experts, with each kind of attention."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES],
+)
 def test_a_family_scores_trains_and_exports_like_transformers(family, tmp_path):
     directory = make(family, tmp_path / "model")
     ours = engine(directory, TRAIN, 0, 1, free_port())
@@ -68,6 +75,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
