@@ -16,6 +16,7 @@ from flows.evaluate import evaluate
 from flows.fork import fork
 from flows.reprocess import reprocess
 from flows.train import train
+from rlpipe.config import smoke
 from rlpipe.config.load import load_run, validate
 from rlpipe.config.problems import all_keys
 from rlpipe.config.run import RunConfig
@@ -37,6 +38,7 @@ ROOMS = [
     "rlpipe/engines",
     "tools/bench",
     "deployments",
+    "deployments/recipes",
 ]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
@@ -244,6 +246,7 @@ def test_every_yaml_example_is_a_configuration_or_a_part_of_one(document):
     }
     for code in blocks(document, "yaml"):
         values, _ = parse(code, document)
+        values = smoke.merged(values.pop(smoke.SECTION, {}), values)
         if document.startswith("deployments/") and "pool" in values:
             continue
         merged = {**base, **values}
