@@ -39,6 +39,7 @@ SHARED = {
     "live engine": re.compile(r"\blive: Live\b|\blive_engine\b|def test_\w+\(\s*live\b"),
     "Ray": re.compile(r"\blocal_ray\b|\bfleet: Fleet\b"),
     "two ranks": re.compile(r"\btwo_ranks\b"),
+    "Prefect": re.compile(r"\bprefect_server\b"),
 }
 """What test files use that takes seconds to start, and by which words. All files with one of these
 run in one process, one after the other, so that each is started once."""
@@ -89,6 +90,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def repository() -> Path:
     """The root of the checkout."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The API of the Prefect server that all tests share."""
+    from tests.servers import prefect_api  # imports Prefect's server
+
+    with prefect_api(tmp_path_factory.mktemp("prefect")) as url:
+        yield url
+
+
+@pytest.fixture
+def prefect_server(prefect_url: str) -> Iterator[str]:
+    """Flows of the test report to a real Prefect server; return the URL of its API."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: prefect_url}):
+        yield prefect_url
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ own.
 
 It refuses to run as root, so under root it runs as another user of the machine.
 
-Not here: installing it (Debian: apt-get install postgresql).
+The machine needs PostgreSQL (Debian: apt-get install postgresql).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ REWARD = "def score(sample):\n    return float(sample.response == sample.label)\
 def configuration(
     folder: Path, run: str = "run", *, groups: int = 4, size: int = 4, **sections: Any
 ) -> RunConfig:
-    """The run's configuration; its reward function lies in `folder`."""
+    """The run's configuration; its reward function is in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "right.py").write_text(REWARD)
     base: dict[str, Any] = {
@@ -73,7 +73,7 @@ class History:
         self._branches.create(config.run, config.model_dump(mode="json"), self._state)
 
     def iterate(self, number: int = 1) -> History:
-        """So many iterations, each committed."""
+        """Train this number of iterations; each is committed."""
         for _ in range(number):
             newest = self._branches.newest(self.config.run)
             k = newest.iteration + 1 if newest else 0
@@ -88,14 +88,14 @@ class History:
         for number in range(before.draws, before.draws + drawn):
             a = number % 7
             b = number % 5
-            said = {
+            values = {
                 "prompt": f"What is {a} + {b}?",
                 "prompt_ids": (1, a, 2, b),
                 "label": str(a + b),
             }
             groups.append(
                 PlannedGroup(
-                    group_id=f"{self.config.run}:{number:08d}", seeds=tuple(range(size)), **said
+                    group_id=f"{self.config.run}:{number:08d}", seeds=tuple(range(size)), **values
                 )
             )
         after = DataState(offset=before.offset + drawn, draws=before.draws + drawn)
@@ -140,14 +140,14 @@ class History:
         rollout, accepted = self._rollout(plan, digest, groups)
         inputs = reward_inputs(config, rollout.digest)
         rows = [row for row in rewards if row.group_id in accepted]
-        said = {
+        values = {
             "scored": len(rows),
             "errors": 0,
             "mean": float(np.mean([row.reward or 0.0 for row in rows])),
             "seconds": 0.1,
         }
         reward = self._nodes.commit(
-            inputs.node(files=(write_rewards(self.files, inputs.digest, rows),), outputs=said)
+            inputs.node(files=(write_rewards(self.files, inputs.digest, rows),), outputs=values)
         )
         batch = self._batch(
             [s for group in groups for s in group], rows, accepted, rollout, reward, k

@@ -1,18 +1,23 @@
-"""Servers for the tests: a real S3 server with signatures, and a proxy that loses replies.
+"""Servers for the tests: a real S3 server with signatures, a proxy that loses replies, and Prefect.
 
 `LossyProxy` forwards everything and drops the reply it is told to lose: the writer cannot know
 whether it wrote.
 
-Not here: fixtures (each room's conftest makes its own from these).
+The conftest of each room makes fixtures of these.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
+
+from tools.local_prefect import free_port
 from tools.s3_server import S3Server
 
 
@@ -20,6 +25,23 @@ def seaweed(directory: Path, bucket: str = "tests") -> S3Server:
     """A SeaweedFS S3 server with one bucket under `directory`, to be entered: stopped on the way
     out."""
     return S3Server(directory, bucket)
+
+
+@contextmanager
+def prefect_api(directory: Path) -> Iterator[str]:
+    """Run a Prefect server with its database under `directory`; return the URL of its API.
+
+    Prefect's own `prefect_test_harness` changes the settings of the process until it ends, so tests
+    of a session could not share its server.
+    """
+    database = f"sqlite+aiosqlite:///{directory}/prefect.db"
+    server = SubprocessASGIServer(port=free_port(0))
+    with temporary_settings({PREFECT_SERVER_DATABASE_CONNECTION_URL: database}):
+        server.start(timeout=120)
+    try:
+        yield server.api_url
+    finally:
+        server.stop()
 
 
 class LossyProxy:

@@ -255,7 +255,7 @@ def test_a_run_keeps_the_contracts_that_it_was_begun_with(
     assert branches.contracts("not begun")[Stage.TRAIN] == 2
     assert (
         branches.create("old", config.model_dump(mode="json"), "init").contracts[Stage.TRAIN] == 1
-    ), "it goes on"
+    ), "the run continues"
     old, new = (train_inputs(config, "a", "b", branches.contracts(name)) for name in ("old", "new"))
     assert (
         old.digest == train_inputs(config, "a", "b", dict.fromkeys(Stage, 1)).digest != new.digest

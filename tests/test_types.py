@@ -127,7 +127,7 @@ def test_slime_s_names_say_where_the_response_begins_in_any_order():
     third = sample()
     first.tokens = [*first.tokens, 7, 8]
     assert (first.response_length, first.response_ids) == (0, [7, 8]), (
-        "as in slime, the length is what was last said"
+        "as in slime, the length is what was last message"
     )
     first.response_length += 2
     second.response_length = 2

@@ -302,7 +302,7 @@ def test_the_metrics_have_the_divergence_of_engine_and_trainer():
 
 
 def routed(index: int, rows: int, mask: list[int] | None = None) -> Sample:
-    """A sample of two prompt and three response tokens, so many of them with experts."""
+    """A sample of two prompt and three response tokens, experts for the first `rows`."""
     made = sample(index=index)
     made.rollout_routed_experts = np.full((rows, 4), index, np.uint16)
     made.loss_mask = mask

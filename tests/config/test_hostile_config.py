@@ -212,7 +212,7 @@ OVERRIDES: Mapping[str, Words] = {
     "store.root=/proc/store": ("store.root", "/proc"),
     "store.root={folder}/train.jsonl": ("store.root", "train.jsonl"),
     "store.root={folder}/train.jsonl/x": ("store.root", "train.jsonl"),
-    "store.root=~nobody-of-this-name/x": ("store.root", "~nobody-of-this-name"),
+    "store.root=~no-user-of-this-name/x": ("store.root", "~no-user-of-this-name"),
     # The grammar of overrides.
     "a..b=1": ("a..b=1", "dotted.key=value"),
     "=1": ("=1", "dotted.key=value"),
@@ -261,9 +261,9 @@ OVERRIDES: Mapping[str, Words] = {
     ),
     "model.source.hf_checkpoint=''": ("model.source.hf_checkpoint", "empty"),
     "model.source.hf_checkpoint=Qwen/Qwen3-4B": ("model.source.hf_checkpoint", "Qwen/Qwen3-4B"),
-    "model.source.hf_checkpoint=~nobody-of-this-name/x": (
+    "model.source.hf_checkpoint=~no-user-of-this-name/x": (
         "model.source.hf_checkpoint",
-        "~nobody-of-this-name",
+        "~no-user-of-this-name",
     ),
     "model.dtype=bf16": ("model.dtype", "'bf16'", "bfloat16"),
 }
@@ -595,7 +595,7 @@ HOMES: Mapping[str, Words] = {
     "/dev/null": ("--home", "/dev/null"),
     "/proc/home": ("--home", "/proc"),
     "{folder}/broken": ("--home", "broken"),
-    "~nobody-of-this-name/x": ("--home", "~nobody-of-this-name"),
+    "~no-user-of-this-name/x": ("--home", "~no-user-of-this-name"),
     "/" + "a" * 300: ("--home", "aaa"),
 }
 

@@ -126,10 +126,10 @@ def test_pythonpath_entries_stay_after_the_checkout(folder: Path, monkeypatch: p
         ({}, "/root"),
     ):
         script = f'set -u; root=/root; {line}; echo "$PYTHONPATH"'
-        said = subprocess.run(
+        result = subprocess.run(
             ["/bin/bash", "-c", script], env=found, capture_output=True, text=True, check=True
         )
-        assert said.stdout.strip() == expected
+        assert result.stdout.strip() == expected
 
 
 def test_started_modules_exist(manifest: list[dict[str, Any]], folder: Path):

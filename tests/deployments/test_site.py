@@ -32,7 +32,7 @@ def test_the_default_site_has_one_set_of_gpus_with_limit_one():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("pool: a\npols: b\n", r"site\.yaml:2: pols: "),
         ("gpu_sets: {default: {}}\n", "that queue has no limit"),
@@ -60,8 +60,8 @@ def test_the_default_site_has_one_set_of_gpus_with_limit_one():
         ("deployments: [{flow: sleep, name: n}]\n", "flow: .*'train'"),
     ],
 )
-def test_the_error_names_key_and_line_of_a_wrong_site(tmp_path: Path, text: str, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_names_key_and_line_of_a_wrong_site(tmp_path: Path, text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
         site(tmp_path, text)
 
 

@@ -55,7 +55,7 @@ def test_a_runs_checkpoint_is_found_in_its_store(home, of):
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
+    ("of", "message"),
     [
         ("other", "the run does not exist"),
         ("run@1", "no saved weights"),
@@ -63,8 +63,8 @@ def test_a_runs_checkpoint_is_found_in_its_store(home, of):
         ("@1", "not"),
     ],
 )
-def test_a_missing_checkpoint_is_named(home, of, said):
-    with pytest.raises(ConfigError, match=said), stored_checkpoint(home, of):
+def test_a_missing_checkpoint_is_named(home, of, message):
+    with pytest.raises(ConfigError, match=message), stored_checkpoint(home, of):
         pass
 
 
@@ -125,14 +125,14 @@ async def test_a_child_process_converts_and_reports_progress(tmp_path):
     )
     heard: list[dict[str, Any]] = []
 
-    async def tell(said: dict[str, Any]) -> None:
-        heard.append(said)
+    async def tell(message: dict[str, Any]) -> None:
+        heard.append(message)
 
     report = await run_conversion(
         conversion_job(tmp_path / "model", tmp_path / "dist", None, {"shard_bytes": 10_000}), tell
     )
     assert report["files"] > 1 and (tmp_path / "dist" / "release" / ".metadata").is_file()
-    assert [said["done"] for said in heard] == sorted(said["done"] for said in heard)
+    assert [message["done"] for message in heard] == sorted(message["done"] for message in heard)
     assert heard[-1]["done"] == heard[-1]["total"] == report["total_bytes"]
 
 

@@ -26,7 +26,7 @@ from tests.tasks.test_begin import config
 async def test_a_cancelled_run_ends_its_actors_and_a_preempted_one_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cancelled: bool, ended: bool
 ):
-    said: list[Any] = []
+    message: list[Any] = []
 
     async def answer(value: Any) -> Any:
         if isinstance(value, Exception):
@@ -38,10 +38,10 @@ async def test_a_cancelled_run_ends_its_actors_and_a_preempted_one_keeps_them(
     monkeypatch.setattr(train, "Observer", lambda *_, **__: nullcontext())
     monkeypatch.setattr(train, "run_iterations", lambda *_: answer(error))
     monkeypatch.setattr(train, "is_being_cancelled", lambda: answer(cancelled))
-    monkeypatch.setattr(train, "keep_if_held", lambda *_, **__: answer(said.append("kept")))
+    monkeypatch.setattr(train, "keep_if_held", lambda *_, **__: answer(message.append("kept")))
     monkeypatch.setattr(
-        train, "close_context", lambda _, end_actors: answer(said.append(end_actors))
+        train, "close_context", lambda _, end_actors: answer(message.append(end_actors))
     )
     with pytest.raises(type(error)), Stopping(0) as stopping:
         await train.drive(config(), tmp_path, stopping, takeover=False)
-    assert said == [*["kept"] * isinstance(error, Preempted), ended]
+    assert message == [*["kept"] * isinstance(error, Preempted), ended]

@@ -142,7 +142,7 @@ def test_the_command_prints_every_metric(
     ("arguments", "problem"),
     [
         (["--of", "old@last"], "not the name of a commit"),
-        (["--of", "nobody"], "there is no such run"),
+        (["--of", "absent"], "there is no such run"),
         ([], "no weights to evaluate"),
         (["--of", "old", "--off", "x"], "unknown flag"),
     ],

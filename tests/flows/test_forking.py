@@ -47,16 +47,16 @@ def test_the_default_is_the_newest_commit_and_stays_once_the_fork_has_begun(home
 
 
 @pytest.mark.parametrize(
-    ("of", "overrides", "said"),
+    ("of", "overrides", "message"),
     [
         ("run@3", [], "K from 0 to 2"),
         ("run@x", [], "RUN or RUN@K"),
-        ("nobody", [], "the run does not exist"),
+        ("absent", [], "the run does not exist"),
         ("run@1", ["num_rollout=2"], "(?s)the fork has no iteration to train.*more than 2"),
     ],
 )
-def test_wrong_input_is_refused(home: Path, of: str, overrides: list[str], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_input_is_refused(home: Path, of: str, overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
         fork_run(home, of, "new", overrides)
 
 

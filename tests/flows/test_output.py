@@ -64,5 +64,5 @@ def test_a_run_survives_the_death_of_the_process_that_reads_its_output(
 
 def test_the_last_line_is_read(tmp_path: Path):
     (tmp_path / "go").touch()
-    said, complained = _run(tmp_path, protected=True).communicate(timeout=60)
-    assert (said.splitlines()[-1], complained.splitlines()[-1]) == ("19", "line 19")
+    message, complained = _run(tmp_path, protected=True).communicate(timeout=60)
+    assert (message.splitlines()[-1], complained.splitlines()[-1]) == ("19", "line 19")

@@ -131,9 +131,9 @@ def test_first_weights_come_from_the_run_s_warm_start(home: Path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
-        ({"of": "nobody"}, "the run does not exist"),
+        ({"of": "absent"}, "the run does not exist"),
         ({"of": "run", "run": "run"}, "another branch"),
         ({"of": "run", "iterations": "7:"}, "within 0:4"),
         ({"of": "run", "iterations": "a:b"}, "A:B, A:, :B, : or one number"),
@@ -142,8 +142,8 @@ def test_first_weights_come_from_the_run_s_warm_start(home: Path):
         ({"of": "run", "overrides": ["advantage.estimator=rloo"]}, "advantage_estimator"),
     ],
 )
-def test_wrong_input_is_refused(home: Path, asked: dict, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_input_is_refused(home: Path, asked: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
         reprocessing(home, **asked)
 
 

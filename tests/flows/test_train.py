@@ -223,7 +223,10 @@ def test_a_colocated_trainer_and_engine_continue_after_kills(
     assert {"push", "sample"} <= set(entered[Stage.SYNC])
     assert entered[Stage.REWARD] == []
     switches = [
-        switch for one in outputs for said in one.values() for switch in said.get("switches", [])
+        switch
+        for one in outputs
+        for message in one.values()
+        for switch in message.get("switches", [])
     ]
     kept = {
         to: [switch["trainer_bytes"] for switch in switches if switch["to"] == to]
@@ -272,5 +275,5 @@ def test_asynchronous_rollouts_with_filter_and_buffer_lose_nothing_after_a_kille
         "each second one pushes"
     )
     assert any(commit.data.buffer for commit in commits), (
-        "what was asked for beyond the batch waits"
+        "groups beyond the batch wait in the buffer"
     )

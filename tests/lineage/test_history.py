@@ -61,8 +61,10 @@ class Written:
     def iterate(self, k: int, **outputs: dict[str, Any]) -> None:
         """Commit iteration k. `outputs`: of stages, by name."""
         stages = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
-        said = {stage: {"seconds": 0.5, **outputs.get(stage, {})} for stage in stages}
-        made = {stage: self.node(stage, said[stage], run=self.config.run, k=k) for stage in stages}
+        outputs_of = {stage: {"seconds": 0.5, **outputs.get(stage, {})} for stage in stages}
+        made = {
+            stage: self.node(stage, outputs_of[stage], run=self.config.run, k=k) for stage in stages
+        }
         self.weights.append(made[Stage.TRAIN])
         parent = commit_name(self.config.run, k - 1) if len(self.weights) > 2 else self.parent
         packages = {"torch": f"2.{k}"}

@@ -222,12 +222,12 @@ def test_the_weights_of_a_segment_are_traced_to_their_iteration(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("nowhere", "no prompt of this run has that text"), ("prompt", "too many prompts")],
 )
 def test_a_text_in_no_prompt_or_in_too_many_is_refused(
-    files: Files, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+    files: Files, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ):
     monkeypatch.setattr("rlpipe.lineage.provenance.MAX_PROMPTS", 3)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         find_prompts(files, "run", text)

@@ -55,8 +55,8 @@ def hit(
 def test_pairs_are_all_combinations_or_the_ones_given():
     assert pairs_of(["flow", "s3"], ["train"]) == [Pair("flow", "train"), Pair("s3", "train")]
     assert pairs_of(["flow"], ["train"], ["router@rollout"]) == [Pair("router", "rollout")]
-    with pytest.raises(ValueError, match="nobody@train"):
-        pairs_of([], [], ["nobody@train"])
+    with pytest.raises(ValueError, match="unknown@train"):
+        pairs_of([], [], ["unknown@train"])
 
 
 def test_the_least_hit_pair_comes_next_and_the_one_missed_least_among_equals():

@@ -215,16 +215,16 @@ async def test_dropped_and_cut_rows_are_listed_in_terminal_artifact_and_file(
         for n in range(7)
     ]
     await report_overlong(ctx, {"data.prompts": rows, "evaluation.datasets: held": rows[:1]})
-    said = terminal.getvalue()
+    output = terminal.getvalue()
     assert (
         "begun: data.prompts: 7 over-long prompts are dropped, "
-        "longer than 90 tokens (data.rollout_max_prompt_len)" in said
+        "longer than 90 tokens (data.rollout_max_prompt_len)" in output
     )
     assert (
-        "a.jsonl:0 (100 tokens), a.jsonl:1 (101 tokens)" in said
-        and "a.jsonl:4 (104 tokens) and 2 more" in said
+        "a.jsonl:0 (100 tokens), a.jsonl:1 (101 tokens)" in output
+        and "a.jsonl:4 (104 tokens) and 2 more" in output
     )
-    assert "evaluation.datasets: held: 1 over-long prompts are dropped" in said
+    assert "evaluation.datasets: held: 1 over-long prompts are dropped" in output
     written = [
         json.loads(line)
         for line in (ctx.directory / "overlong_prompts.jsonl").read_text().splitlines()

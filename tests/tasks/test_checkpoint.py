@@ -41,14 +41,14 @@ def iteration(ctx: RunContext, k: int) -> dict[Stage, str]:
     """Nodes of an iteration."""
     before = ctx.recorded_before(k)
     after = DataState(draws=k + 1).model_dump(mode="json")
-    said = {
+    recorded = {
         Stage.ROLLOUT: ({}, {"plans": [], "dropped": {}, "after": after}),
         Stage.ADVANTAGE: ({}, {"groups": [], "dropped": {}}),
         Stage.TRAIN: ({"before": before}, {}),
     }
     made = {
         stage: Inputs(stage, parents, {"k": k}).node(outputs=outputs)
-        for stage, (parents, outputs) in said.items()
+        for stage, (parents, outputs) in recorded.items()
     }
     return {stage: ctx.nodes.commit(node).digest for stage, node in made.items()}
 

@@ -48,8 +48,8 @@ def test_a_rollout_of_a_trained_run_is_found_by_its_commit(files: Files):
 
 def test_the_error_names_an_iteration_without_a_rollout(files: Files):
     with pytest.raises(ConfigError, match="no stored rollout") as caught:
-        stored_rollout(files, "nobody", 7)
-    assert caught.value.found == "no iteration 7 of 'nobody'"
+        stored_rollout(files, "absent", 7)
+    assert caught.value.found == "no iteration 7 of 'absent'"
 
 
 def test_a_run_with_a_source_of_rollouts_only_trains():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,7 +16,6 @@ from prefect.client.orchestration import get_client
 from prefect.flow_runs import aresume_flow_run
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
-from prefect.testing.utilities import prefect_test_harness
 
 from rlpipe.config.observe import Gate
 from rlpipe.errors import ConfigError, GateClosed
@@ -118,7 +117,7 @@ def test_a_value_is_compared_with_every_bound_and_nan_breaks_each():
 
 
 @pytest.mark.parametrize(
-    ("bounds", "said"),
+    ("bounds", "message"),
     [
         ({"metric": "train/loss"}, "set at_most, at_least or falls_by"),
         ({"metric": "train/loss", "falls_by": 1}, "falls_by is for eval/"),
@@ -128,8 +127,8 @@ def test_a_value_is_compared_with_every_bound_and_nan_breaks_each():
         ),
     ],
 )
-def test_a_gate_without_a_bound_is_refused(opened: Opened, bounds: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_a_gate_without_a_bound_is_refused(opened: Opened, bounds: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
         opened(bounds)
 
 
@@ -226,13 +225,6 @@ def test_a_critic_warm_up_iteration_may_lack_metrics(opened: Opened):
     assert broken_bounds(ctx, 0, {**trained(ctx, value_loss=0.5), "advantage": batch}) == []
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    """A Prefect server for these tests."""
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
 @flow
 async def gated(
     k: int, nodes: dict[str, NodeRef], answer: Callable[[], Coroutine[Any, Any, None]] | None
@@ -266,7 +258,9 @@ async def cancel() -> None:
 
 
 @pytest.mark.integration
-async def test_a_resumed_iteration_continues_and_does_not_pause_again(opened: Opened, server: None):
+async def test_a_resumed_iteration_continues_and_does_not_pause_again(
+    opened: Opened, prefect_server: str
+):
     ctx, stream = opened({"metric": "train/loss", "at_most": 1})
     await gated(0, trained(ctx, loss=0.5), None)
     bad = trained(ctx, loss=2.0)
@@ -278,7 +272,7 @@ async def test_a_resumed_iteration_continues_and_does_not_pause_again(opened: Op
 
 @pytest.mark.integration
 async def test_a_pause_that_is_cancelled_or_times_out_fails_and_a_retry_pauses_again(
-    opened: Opened, server: None
+    opened: Opened, prefect_server: str
 ):
     ctx, _ = opened({"metric": "train/loss", "at_most": 1}, timeout_s=2)
     bad = trained(ctx, loss=2.0)

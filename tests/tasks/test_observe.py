@@ -215,7 +215,7 @@ async def test_newer_curves_and_overview_replace_older_ones(tmp_path: Path):
                 made = await client.read_artifacts()
                 seen.append(sorted(str(artifact.data) for artifact in made))
                 if number == 2:
-                    for artifact in made:  # somebody does so in Prefect's pages
+                    for artifact in made:  # as a person does in Prefect's pages
                         await client.delete_artifact(artifact.id)
             latest = await client.request(
                 "GET", "/artifacts/{key}/latest", path_params={"key": "run-overview"}
@@ -252,7 +252,7 @@ async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(
             await observer.iteration(k, nodes, seconds=1.0)
         await observer.iteration(2, iteration(ctx), seconds=1.0)
     digests = [ctx.branches.read_stored("run", k)[1] for k in range(2)]
-    assert [said.rpartition("commit sha256 ")[2] for said in left[:2]] == digests
+    assert [message.rpartition("commit sha256 ")[2] for message in left[:2]] == digests
     assert "sha256" not in left[2], "it was not committed"
     board = EventAccumulator(str(ctx.directory / "tensorboard" / ctx.config.run))
     board.Reload()

@@ -83,8 +83,8 @@ async def test_the_event_loop_runs_while_a_stage_waits_for_the_store(tmp_path: P
         return {"outputs": {"version": 1}}
 
     nodes = SlowNodes()
-    said = SimpleNamespace(stage=lambda _: None)
-    run: Any = SimpleNamespace(nodes=nodes, directory=tmp_path, progress=said, stage_seconds={})
+    progress = SimpleNamespace(stage=lambda _: None)
+    run: Any = SimpleNamespace(nodes=nodes, directory=tmp_path, progress=progress, stage_seconds={})
     run.cluster = SimpleNamespace(switches=nothing)
     assert (await reuse_or_run(run, checkpoint_inputs("w"), work)).is_completed()
     assert nodes.heard == [True, True]

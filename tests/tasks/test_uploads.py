@@ -129,7 +129,7 @@ async def test_a_failed_upload_is_repeated_when_the_stage_is_retried(
     ctx = await saved(tmp_path, [StoreError("away for longer than anybody waits")])
     with pytest.raises(StoreError, match="away"):
         await settle(ctx)
-    await settle(ctx)  # the stage's own retry, which goes on whether that has ended by now or not
+    await settle(ctx)  # the stage's retry, whether the upload has ended or not
     await settle(ctx, wait=True)
     node = recorded(ctx)
     assert node is not None and len(node.files) == len(CONTENT)

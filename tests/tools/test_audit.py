@@ -63,9 +63,10 @@ def test_lineage_forward_and_queries_are_printed(
     assert json.loads(capsys.readouterr().out)["weights"]["version"] == 1
     assert set(pq.read_table(tmp_path / "rows.parquet")["iteration"].to_pylist()) == {0}
     assert tool("forward", "--prompt", "run:00000001") == 0
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     assert (
-        said[0].endswith("reward 1.0  step 3, weights 1") and said[-1] == "in the weights of: run@1"
+        printed[0].endswith("reward 1.0  step 3, weights 1")
+        and printed[-1] == "in the weights of: run@1"
     )
     assert tool("sql", "SELECT count(*) AS n FROM samples WHERE trained") == 0
     assert capsys.readouterr().out == '{"n": 8}\n'
@@ -114,9 +115,9 @@ def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("words", "run", "said"),
+    ("words", "run", "printed"),
     [
-        (("verify",), "nobody", "the run does not exist"),
+        (("verify",), "absent", "the run does not exist"),
         (("verify",), "run@x", "not the name of a commit"),
         (("sql",), "run", "no query given"),
         (("sql", "nonsense"), "run", "DuckDB refused the query"),
@@ -125,14 +126,17 @@ def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_pat
     ],
 )
 def test_wrong_input_gives_exit_code_2(
-    tool: Tool, words: tuple[str, ...], run: str, said: str, capsys: pytest.CaptureFixture[str]
+    tool: Tool, words: tuple[str, ...], run: str, printed: str, capsys: pytest.CaptureFixture[str]
 ):
     assert tool(*words, run=run) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
 def test_the_error_of_an_unknown_run_names_the_nearest_run(
     tool: Tool, capsys: pytest.CaptureFixture[str]
 ):
     assert tool("verify", run="run2") == 2
-    assert "the run does not exist" in (said := capsys.readouterr().err) and "one of: run\n" in said
+    assert (
+        "the run does not exist" in (printed := capsys.readouterr().err)
+        and "one of: run\n" in printed
+    )

@@ -78,9 +78,9 @@ def test_a_part_that_fails_does_not_keep_others_from_being_shown(tmp_path, monke
         "1",
     ]
     assert run(monkeypatch, *words) == 1
-    said = capsys.readouterr()
-    assert "bench iteration failed: DataError" in said.err and "too few iterations" in said.err
-    assert "bytes/token" in said.out
+    output = capsys.readouterr()
+    assert "bench iteration failed: DataError" in output.err and "too few iterations" in output.err
+    assert "bytes/token" in output.out
 
 
 @pytest.mark.parametrize("words", [["no_such_part"], ["--shape", "70b"]])

@@ -23,15 +23,15 @@ GROUPS = [
 
 @dataclass
 class Engine:
-    """What it was asked."""
+    """Bodies of its requests, and its answers."""
 
     url: str = ""
     status: int = 200
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.asked.append(body)
+        self.requests.append(body)
         rows = [{"meta_info": {"completion_tokens": 3}} for _ in body["input_ids"]]
         return web.json_response(rows, status=self.status)
 
@@ -64,14 +64,14 @@ async def test_the_baseline_asks_for_every_sample_of_the_plan_once(engine, bench
     async with aiohttp.ClientSession() as http:
         sampled = await straight(bench, [engine.url], GROUPS, http)
     assert sampled.tokens == 3 * 4 * len(GROUPS)
-    ids = [tuple(prompt) for body in engine.asked for prompt in body["input_ids"]]
+    ids = [tuple(prompt) for body in engine.requests for prompt in body["input_ids"]]
     assert sorted(ids) == sorted(group.prompt_ids for group in GROUPS for _ in group.seeds)
-    sampling = engine.asked[0]["sampling_params"]
+    sampling = engine.requests[0]["sampling_params"]
     assert (
         sampling["ignore_eos"]
         and sampling["max_new_tokens"] == bench.config.rollout.rollout_max_response_len
     )
-    assert engine.asked[0]["return_logprob"] is True
+    assert engine.requests[0]["return_logprob"] is True
 
 
 async def test_an_engine_that_refuses_ends_the_part_by_name(engine, bench):

@@ -40,16 +40,16 @@ def test_dump_config_prints_the_configuration_of_the_fork(
         )
         == 0
     )
-    said = capsys.readouterr().out
-    assert "run: hotter" in said
-    assert "rollout_temperature: 1.2" in said
-    assert "fork_from:\n  branch: run\n  iteration: 0" in said
+    output = capsys.readouterr().out
+    assert "run: hotter" in output
+    assert "rollout_temperature: 1.2" in output
+    assert "fork_from:\n  branch: run\n  iteration: 0" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
-        (("nobody",), "the run does not exist"),
+        (("absent",), "the run does not exist"),
         (("run@7",), "RUN@K with K from 0 to 1"),
         (("run", "num_rollout=2"), "the fork has no iteration to train"),
         (("run", "rollout.temperature=1"), "rollout_temperature"),
@@ -58,9 +58,9 @@ def test_dump_config_prints_the_configuration_of_the_fork(
 def test_wrong_input_is_refused(
     home: Path,
     words: tuple[str, ...],
-    said: str,
+    output: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     assert called(home, monkeypatch, *words) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err

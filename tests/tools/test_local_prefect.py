@@ -91,10 +91,10 @@ def test_prefect_reads_the_same_url_from_a_profile(profiles: Path):
     code = (
         "from prefect.settings import get_current_settings; print(get_current_settings().api.url)"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
-    assert said.strip() == url_of_profile()
+    assert output.strip() == url_of_profile()
 
 
 def test_an_unreachable_configured_server_is_an_error_at_once(
@@ -113,14 +113,14 @@ def test_an_unreachable_configured_server_is_an_error_at_once(
         ):
             pass
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for who, said in (
+        for who, output in (
             ("", b"HTTP/1.0 401 Unauthorized\r\n\r\n"),
             ("me:secret@", b"SSH-2.0-OpenSSH\r\n"),
         ):
             monkeypatch.setenv(
                 "PREFECT_API_URL", f"http://{who}127.0.0.1:{server.getsockname()[1]}/api"
             )
-            answering = threading.Thread(target=_answer, args=(server, said))
+            answering = threading.Thread(target=_answer, args=(server, output))
             answering.start()
             with local_prefect(
                 tmp_path

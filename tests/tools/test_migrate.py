@@ -289,7 +289,7 @@ def make_segment(files: Files, train: str) -> tuple[str, str]:
         {"parents": {"weights": segment}, "config": {}, "hooks": {}},
         {"version": 3},
     )
-    said = {
+    record = {
         "format": 1,
         "branch": "first",
         "version": 3,
@@ -299,7 +299,7 @@ def make_segment(files: Files, train: str) -> tuple[str, str]:
         "created": "",
     }
     path = f"branches/first/segments/00000003-00000001-{train[:12]}.json"
-    files.create(path, canonical({**said, "sha256": digest(said, "x")}, "x") + b"\n")
+    files.create(path, canonical({**record, "sha256": digest(record, "x")}, "x") + b"\n")
     return segment, base
 
 
@@ -307,9 +307,10 @@ def put_node(files: Files, stage: str, inputs: dict, outputs: dict) -> str:
     """Write a node of format 1 without a receipt."""
     named = digest({"stage": stage, **inputs}, "x")
     empty = {"files": [], "attempt": "a", "created": "2026-01-01T00:00:00.000+00:00"}
-    said = {"format": 1, "stage": stage, "digest": named, **inputs, "outputs": outputs, **empty}
+    record = {"format": 1, "stage": stage, "digest": named, **inputs, "outputs": outputs, **empty}
     files.create(
-        f"nodes/{stage}/{named}.json", canonical({**said, "sha256": digest(said, "x")}, "x") + b"\n"
+        f"nodes/{stage}/{named}.json",
+        canonical({**record, "sha256": digest(record, "x")}, "x") + b"\n",
     )
     return named
 
@@ -317,12 +318,12 @@ def put_node(files: Files, stage: str, inputs: dict, outputs: dict) -> str:
 def test_two_nodes_with_the_same_new_digest_are_refused(old: Path):
     """They differ only in a key at its default, which the older node lacks."""
     path = next((old / "nodes" / "reward").glob("*.json"))
-    said = json.loads(path.read_text())
-    less = {key: value for key, value in said["config"].items() if key != "max_error_fraction"}
+    record = json.loads(path.read_text())
+    less = {key: value for key, value in record["config"].items() if key != "max_error_fraction"}
     put_node(
         Files(old),
         "reward",
-        {"parents": said["parents"], "config": less, "hooks": said["hooks"]},
+        {"parents": record["parents"], "config": less, "hooks": record["hooks"]},
         {"mean": 0.5},
     )
     refused(old, ObjectCorrupt, "two old nodes have the same new digest")

@@ -36,12 +36,12 @@ def other(home: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
-        (["--of", "nobody"], "the run does not exist"),
+        (["--of", "absent"], "the run does not exist"),
         (
             ["--of", "run", "reward.function={type: python, path: nowhere.py}"],
-            "cannot read the hook's file",
+            "cannot read the file of the function",
         ),
         (["--of", "run", "reward.function.path=math.sqrt.x"], "math.sqrt.x"),
         (["--of", "run", "rollout.dynamic_sampling_filter_path=os.path.join"], "no Python source"),
@@ -55,14 +55,14 @@ def other(home: Path) -> str:
 def test_wrong_input_is_refused_before_a_server_starts(
     home: Path,
     words: list[str],
-    said: str,
+    output: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(sys, "argv", ["tools.reprocess", "--home", str(home), *words])
     monkeypatch.setenv("RLPIPE_HOME", str(home))
     assert reprocess.main() == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert Branches(Files(home / "store")).names() == ["run"]
 
 
@@ -89,9 +89,9 @@ def test_an_interrupted_reprocessing_continues_and_prints_differences(home: Path
     assert done.returncode == 0, done.stderr
     assert ", 1 reused; see" in done.stdout
     assert "iteration 0  reward" in done.stderr
-    said = json.loads((home / "new" / "reprocessed.json").read_text())
-    assert said["changed"] == {"reward.function.path": f"{home}/right.py:score → {home}/other.py"}
-    figures = {row["what"]: row["after"] for row in said["figures"]}
+    output = json.loads((home / "new" / "reprocessed.json").read_text())
+    assert output["changed"] == {"reward.function.path": f"{home}/right.py:score → {home}/other.py"}
+    figures = {row["what"]: row["after"] for row in output["figures"]}
     assert figures["samples with a reward"] == figures["samples with advantages"] == 64
     for name in ("reprocessed.html", "reprocessed.png"):
         assert (home / "new" / name).stat().st_size > 10_000

@@ -128,7 +128,7 @@ class Push:
         )
 
     async def scores(self) -> bool:
-        """Does the engine compute what the trainer's model computes?"""
+        """Return whether engine and trainer compute the same log-probs."""
         async with Engine(self.live.server.url) as engine:
             ((*found,),) = await engine.score([[5, 9, 20, 31]])
             stamp = await engine.weight_version()

@@ -75,7 +75,7 @@ def _serve(pipe) -> None:
         job, arguments = order
         try:
             pipe.send((job(*arguments), None))
-        except Exception:  # noqa: BLE001 - the test that asked for the job shows it
+        except Exception:  # noqa: BLE001 - the test that started the job shows it
             pipe.send((None, traceback.format_exc()))
 
 

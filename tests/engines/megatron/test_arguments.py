@@ -96,10 +96,10 @@ def run(folder: Path, repository: Path) -> subprocess.CompletedProcess[str]:
 def test_a_checkout_replaces_the_wheel_and_gets_its_arguments(folder: Path, repository: Path):
     found = run(folder, repository)
     assert found.returncode == 0, found.stderr
-    said = json.loads(found.stdout.splitlines()[-1])
-    assert said["from"] == str(folder)
-    assert said["args"] == [16, 3, 0.5, 1]
-    assert said["split"] == [{"ours_field": 3, "recompute_granularity": "selective"}, {}, {}]
+    printed = json.loads(found.stdout.splitlines()[-1])
+    assert printed["from"] == str(folder)
+    assert printed["args"] == [16, 3, 0.5, 1]
+    assert printed["split"] == [{"ours_field": 3, "recompute_granularity": "selective"}, {}, {}]
 
 
 def test_a_provider_without_global_arguments_is_refused(

@@ -20,7 +20,7 @@ from rlpipe.engines.sglang.external import (
 from rlpipe.engines.sglang.router import Router
 from rlpipe.errors import ConfigError, EngineUnavailable, ResourceError
 
-NOBODY = "http://127.0.0.1:9"
+CLOSED_PORT = "http://127.0.0.1:9"
 MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_path": "/nowhere"}
 SERVER = {
     "version": "0.5.21",
@@ -93,7 +93,7 @@ def test_model_sizes_are_compared_if_the_directory_is_on_this_machine(
 
 
 def test_a_server_that_does_not_answer_is_not_alive(required: ServerRequirements):
-    server = ExternalServer(NOBODY, required)
+    server = ExternalServer(CLOSED_PORT, required)
     with pytest.raises(
         EngineUnavailable,
         match=r"(?s)external_engines: http://127\.0\.0\.1:9.*it joins once it answers",
@@ -107,7 +107,7 @@ def test_a_server_is_not_alive_until_its_settings_are_checked(
 ):
     answers = {"model_info": MODEL, "server_info": SERVER}
     monkeypatch.setattr(external, "_get", lambda url: answers.get(url.rpartition("/")[2]))
-    server = ExternalServer(NOBODY, required)
+    server = ExternalServer(CLOSED_PORT, required)
     assert not server.alive
     server.start()
     assert server.alive
@@ -148,7 +148,7 @@ def test_a_real_router_is_used_and_refused_if_it_serves_other_engines(live):
 
 def test_the_error_of_a_missing_router_names_its_url(tmp_path: Path):
     with pytest.raises(EngineUnavailable, match=r"engine\.router_url: http://127\.0\.0\.1:9"):
-        ExternalRouter(NOBODY).wait_ready(0.0)
+        ExternalRouter(CLOSED_PORT).wait_ready(0.0)
     assert Router(EngineConfig(), port=None, log_path=tmp_path / "log").pid is None
 
 

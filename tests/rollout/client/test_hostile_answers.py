@@ -99,7 +99,7 @@ def test_arbitrary_bytes_are_rejected(content: bytes):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reply"),
     [
         (
             {"output_token_logprobs": [[-0.5, 3]] * 5, "weight_versions": None},
@@ -116,23 +116,23 @@ def test_arbitrary_bytes_are_rejected(content: bytes):
         ({"finish_reason": {"type": "done"}}, "'done'"),
     ],
 )
-async def test_an_invalid_response_is_rejected_with_the_group(change: dict[str, Any], said: str):
+async def test_an_invalid_response_is_rejected_with_the_group(change: dict[str, Any], reply: str):
     async with (
         _server(lambda _: orjson.dumps([{"meta_info": {**META, **change}}])) as url,
         _client(url) as client,
     ):
-        with pytest.raises(EngineRejected, match=said) as caught:
+        with pytest.raises(EngineRejected, match=reply) as caught:
             await client.generate([1], {"max_new_tokens": 2}, where="group b:7")
     assert caught.value.where == "group b:7"
 
 
 async def test_an_unexpected_exception_reaches_the_caller_at_once():
-    said = orjson.dumps({"meta_info": {**META, "finish_reason": None}})
+    reply = orjson.dumps({"meta_info": {**META, "finish_reason": None}})
 
     def breaks(_: Generation) -> None:
         raise RuntimeError("the one who watched has gone")
 
-    async with _server(lambda _: b"data: " + said + b"\n\n") as url, _client(url) as client:
+    async with _server(lambda _: b"data: " + reply + b"\n\n") as url, _client(url) as client:
         async with asyncio.timeout(2.5):
             with pytest.raises(RuntimeError, match="the one who watched has gone"):
                 await client.generate([1], {"max_new_tokens": 2}, watch=breaks)
@@ -167,13 +167,13 @@ async def _server(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
     """Serve the same bytes or response for every request."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        said = answer(request)
-        if isinstance(said, web.StreamResponse):
-            return said
+        reply = answer(request)
+        if isinstance(reply, web.StreamResponse):
+            return reply
         return (
-            web.Response(body=said, content_type="application/json")
-            if isinstance(said, bytes)
-            else await said
+            web.Response(body=reply, content_type="application/json")
+            if isinstance(reply, bytes)
+            else await reply
         )
 
     app = web.Application()
@@ -213,9 +213,9 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize("said", LISTS)
-async def test_an_invalid_list_of_workers_is_an_error_at_once(said: bytes):
-    async with _server(lambda _: said) as url, _client(url) as client:
+@pytest.mark.parametrize("reply", LISTS)
+async def test_an_invalid_list_of_workers_is_an_error_at_once(reply: bytes):
+    async with _server(lambda _: reply) as url, _client(url) as client:
         with pytest.raises(EngineError, match="router"):
             await client.generate([1], {"max_new_tokens": 2}, routed_from=0)
         with pytest.raises(EngineRejected, match="router"):
@@ -251,7 +251,7 @@ async def test_a_body_with_wrong_content_encoding_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         b"",
         b"[]",
@@ -261,16 +261,16 @@ async def test_a_body_with_wrong_content_encoding_is_an_error():
         b'[{"meta_info": {"input_token_logprobs": [[null], [NaN, 1]]}}]',
     ],
 )
-async def test_invalid_answers_to_administration_requests_are_rejected(said: bytes):
-    async with _server(lambda _: said) as url, Engine(url) as engine:
+async def test_invalid_answers_to_administration_requests_are_rejected(reply: bytes):
+    async with _server(lambda _: reply) as url, Engine(url) as engine:
         for asked in (engine.score([[1, 2]]), engine.require_spans(), engine.weight_version()):
             with pytest.raises(EngineRejected, match="cannot be read"):
                 await asked
 
 
 async def test_scores_have_one_value_per_token_of_each_sequence():
-    said = orjson.dumps([{"meta_info": {"input_token_logprobs": [[None, 1], [-1.0, 2]]}}])
-    async with _server(lambda _: said) as url, Engine(url) as engine:
+    reply = orjson.dumps([{"meta_info": {"input_token_logprobs": [[None, 1], [-1.0, 2]]}}])
+    async with _server(lambda _: reply) as url, Engine(url) as engine:
         assert await engine.score([[1, 2]]) == [[-1.0]]
         for sequences in ([[1, 2, 3]], [[1, 2], [1, 2]]):
             with pytest.raises(EngineRejected, match="another number of log-prob"):
@@ -308,7 +308,7 @@ def _rewards(url: str) -> RewardConfig:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         b"",
         b"\xff",
@@ -323,8 +323,8 @@ def _rewards(url: str) -> RewardConfig:
         b"1" + b"0" * 400,
     ],
 )
-async def test_an_invalid_reward_is_the_error_of_its_row(said: bytes):
-    async with _server(lambda _: said) as url:
+async def test_an_invalid_reward_is_the_error_of_its_row(reply: bytes):
+    async with _server(lambda _: reply) as url:
         (row,) = await score([SAMPLE], _rewards(url))
     assert row.reward is None and row.error
 

@@ -247,6 +247,6 @@ def test_a_message_begins_with_the_text_that_was_sent():
     message = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
     assert with_sent_prefix(message, "\n\nfind")["content"] == "\n\nfind it"
     assert with_sent_prefix(message, "fund")["content"] == "fund it", (
-        "the tokenizer wrote its beginning anew"
+        "the tokenizer changed the beginning of the text"
     )
     assert with_sent_prefix({**message, "content": None}, "")["content"] is None

@@ -191,18 +191,18 @@ def test_down_projections_are_marked_sequence_parallel(shared: bool):
 
 
 def test_rotation_settings_come_from_the_config():
-    said = {
+    scaling = {
         "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 64,
         "beta_fast": 16,
         "beta_slow": 2,
     }
-    found = _rotation({**said, "mscale": 0.7, "mscale_all_dim": 0.5})
+    found = _rotation({**scaling, "mscale": 0.7, "mscale_all_dim": 0.5})
     assert [found[name] for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")] == [
         16,
         2,
         0.7,
         0.5,
     ]
-    assert [_rotation(said)[name] for name in ("mscale", "mscale_all_dim")] == [1.0, 0.0]
+    assert [_rotation(scaling)[name] for name in ("mscale", "mscale_all_dim")] == [1.0, 0.0]
