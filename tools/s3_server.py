@@ -22,9 +22,12 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rlpipe.errors import ResourceError
+from rlpipe.system import leftovers
 
 START_TIMEOUT_S = 60.0
 PORTS = ("s3", "master", "volume", "filer", "admin")
+GRPC_OFFSET = 10000
+"""SeaweedFS listens for gRPC at each port + 10000."""
 ACCESS_KEY = "rlpipe-tests"
 SECRET_KEY = "not-a-secret-0123456789"
 BUCKET_EXISTS = ("BucketAlreadyExists", "BucketAlreadyOwnedByYou")
@@ -84,6 +87,7 @@ class S3Server:
         """Kill the server."""
         self.process.kill()
         self.process.wait(timeout=30)
+        leftovers.remove(self.process.pid)
 
     def wait_ready(self) -> None:
         """Wait until the server takes writes, and create the bucket.
@@ -118,13 +122,17 @@ class S3Server:
 
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self._command(),
                 stdout=output,
                 stderr=output,
                 cwd=self.directory,
                 start_new_session=True,
             )
+        # SeaweedFS makes its sockets in /tmp, whatever TMPDIR is, one for each port.
+        ports = (port + offset for port in self._ports.values() for offset in (0, GRPC_OFFSET))
+        leftovers.record(process.pid, *(f"/tmp/seaweedfs-*-{port}.sock" for port in ports))
+        return process
 
     def _command(self) -> list[str]:
         weed = shutil.which(
@@ -171,8 +179,7 @@ def free_ports(count: int) -> list[int]:
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
             with suppress(OSError, OverflowError):
-                # SeaweedFS listens for gRPC at port + 10000.
-                second.bind(("127.0.0.1", port + 10000))
+                second.bind(("127.0.0.1", port + GRPC_OFFSET))
                 ports += [port] if port not in ports else []
     return ports
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rlpipe.store.objects.files import Files
-from tools.s3_server import S3Server, free_ports
+from tools.s3_server import GRPC_OFFSET, S3Server, free_ports
 
 
 def test_free_ports_are_distinct():
@@ -27,7 +27,16 @@ def test_acknowledged_writes_survive_a_kill(tmp_path: Path, monkeypatch: pytest.
         server.restart()
         server.wait_ready()
         assert files.read("one") == b"1"
+        assert sockets(server)
     assert server.process.poll() is not None
+    assert sockets(server) == []
+
+
+def sockets(server: S3Server) -> list[Path]:
+    """Sockets in /tmp of the ports of this server."""
+    ports = {str(port + offset) for port in server._ports.values() for offset in (0, GRPC_OFFSET)}
+    found = Path("/tmp").glob("seaweedfs-*.sock")
+    return [path for path in found if path.stem.rpartition("-")[2] in ports]
 
 
 @pytest.mark.integration

@@ -30,6 +30,7 @@ from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.layout import group_shapes
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, ResourceError
+from rlpipe.system import leftovers
 
 # The kernel limits the path of a Unix socket to 107 bytes.
 LONGEST_SOCKET_FOLDER = 107 - len(
@@ -94,7 +95,8 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
 def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
     # two CPUs more than bundles, for tasks that look at the placement
     num_cpus = resources.trainer_ranks + resources.critic_ranks + resources.rollout_num_gpus + 2
-    _init(
+    leftovers.sweep()
+    session = _init(
         {**ray_access.settings(home), **_niceness()},
         address="local",
         namespace=namespace,
@@ -104,6 +106,8 @@ def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(temporary_folder(home)),
     )
+    # The next start removes it: until then its logs tell why a run failed.
+    leftovers.record(os.getpid(), session)
 
 
 def _niceness() -> dict[str, str]:
@@ -211,18 +215,22 @@ def _check_listening(host: str, port: int) -> None:
     socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
 
 
-def _init(access: Mapping[str, str], **arguments: Any) -> None:
-    """Call `ray.init` with these access variables, and keep the SIGTERM handler."""
+def _init(access: Mapping[str, str], **arguments: Any) -> Path:
+    """Call `ray.init` with these access variables, and keep the SIGTERM handler.
+
+    Returns the folder of Ray's session.
+    """
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     ray_access.apply(access)
     try:
-        ray.init(log_to_driver=False, configure_logging=False, **arguments)
+        context: Any = ray.init(log_to_driver=False, configure_logging=False, **arguments)
     except BaseException:
         ray_access.restore()
         raise
     # Ray installs a handler that prints a stack and aborts.
     if threading.current_thread() is threading.main_thread() and sigterm_handler is not None:
         signal.signal(signal.SIGTERM, sigterm_handler)
+    return Path(context.address_info["session_dir"])
 
 
 def disconnect() -> None:
@@ -236,6 +244,7 @@ def disconnect() -> None:
     ray_access.restore()
     _started_here.clear()
     gpu_locks.release()  # last: the actors that used the GPUs have ended
+    leftovers.sweep()
 
 
 def temporary_folder(home: Path) -> Path:

@@ -12,17 +12,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import httpx
+import psutil
 
 from rlpipe.config.arguments.check import check_sglang
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import check_sizes
+from rlpipe.system import leftovers
 from rlpipe.system.rendezvous import gloo_settings
 
 _CPU_CACHE_BYTES = 1024**3
@@ -31,6 +35,9 @@ _CPU_CACHE_TOKENS = 65536
 CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 """CPUs of each rank of the CPU engine. By default each rank takes a NUMA node, and the server ends
 if the machine has fewer nodes."""
+
+LONGEST_SOCKET_FOLDER = 107 - len("/torch-shm-dir-XXXXXX/manager.sock.12345")
+"""A Unix socket path has at most 107 bytes; those of torch are the longest in TMPDIR."""
 
 Device = Literal["cpu", "cuda"]
 
@@ -125,6 +132,7 @@ class Server(ServerProcess):
         self._resources = resources
         self._devices = devices
         self._part = part
+        self._temporary_folder: Path | None = None
         check_sglang(config.sglang)
         on_cpu = self.device == "cpu"
         path = Path(model_path)
@@ -152,6 +160,8 @@ class Server(ServerProcess):
 
     def environment(self) -> dict[str, str]:
         variables = dict(FAST_EXIT)
+        if self._temporary_folder is not None:
+            variables["TMPDIR"] = str(self._temporary_folder)
         meeting_host = self._part.meeting.rpartition(":")[0] if self._part else self.host
         variables |= gloo_settings(meeting_host)
         if self.device == "cpu":
@@ -167,9 +177,29 @@ class Server(ServerProcess):
             variables |= SLEEP_ENVIRONMENT
         return variables
 
+    def start(self) -> None:
+        """Start the process; see `ServerProcess.start`. Its sockets are in a folder of its own."""
+        folder = Path(tempfile.mkdtemp(prefix="sglang-"))
+        if len(str(folder)) > LONGEST_SOCKET_FOLDER:
+            folder.rmdir()
+        else:
+            self._temporary_folder = folder
+        super().start()
+        if self._temporary_folder is not None and self.pid is not None:
+            leftovers.record(self.pid, self._temporary_folder)
+
+    def stop(self) -> None:
+        """Kill the process group; see `ServerProcess.stop`."""
+        super().stop()
+        leftovers.sweep()
+
     def wait_ready(self, deadline_s: float) -> None:
         """Wait until the server answers; see `ServerProcess.wait_ready`."""
         super().wait_ready(deadline_s)
+        with suppress(psutil.Error):
+            server = psutil.Process(self.pid)
+            processes = [server, *server.children(recursive=True)]
+            leftovers.record_shared_memory([process.pid for process in processes])
         # Excludes long-lived objects from garbage collection. A cache flush then takes 1 ms instead
         # of 0.3 s.
         httpx.post(f"{self.url}/freeze_gc", timeout=30.0)

@@ -9,6 +9,7 @@ A reference is a pickle of a few kilobytes in the form that torch uses between p
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from rlpipe.sync.tensors import Bucket
+from rlpipe.system import leftovers
 
 SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
@@ -123,9 +125,14 @@ def shared_block(size_bytes: int) -> Tensor | None:
         return None
     try:
         with shared_by_name():
-            return torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
+            block = torch.empty(size_bytes, dtype=torch.uint8).share_memory_()
+            manager, name, _ = block.untyped_storage()._share_filename_cpu_()
     except RuntimeError:  # torch's shared memory manager cannot make its socket in TMPDIR
         return None
+    # Ray kills a rank together with torch's manager, which would have removed the memory.
+    memory = SHARED_MEMORY / name.decode().lstrip("/")
+    leftovers.record(os.getpid(), memory, Path(manager.decode()).parent)
+    return block
 
 
 def references(placed: Sequence[tuple[str, Tensor]]) -> bytes:

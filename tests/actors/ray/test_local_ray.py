@@ -172,9 +172,12 @@ def test_an_address_without_a_cluster_is_refused_at_once(
 def test_the_ray_address_local_starts_a_local_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(
-        local_ray, "_init", lambda access, **arguments: calls.append({**access, **arguments})
-    )
+
+    def init(access: dict[str, Any], **arguments: Any) -> Path:
+        calls.append({**access, **arguments})
+        return tmp_path / "session"
+
+    monkeypatch.setattr(local_ray, "_init", init)
     monkeypatch.setattr(ray_watch, "watch_own", lambda: None)
     monkeypatch.setattr(local_ray, "_started_here", threading.Event())
     monkeypatch.setenv("RAY_ADDRESS", "local")
