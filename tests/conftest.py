@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.browser import browser
 from tests.gpus import prepare, visible_gpus
 
 os.environ.setdefault(
@@ -59,10 +60,14 @@ def scope(path: str) -> tuple[int, str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by `scope`, and leave out tests that need more GPUs than there are."""
+    """Sort by `scope`, and leave out tests that need more GPUs than there are, or a browser."""
     items.sort(key=lambda item: scope(item.nodeid.partition("::")[0])[0])
+    without_browser = browser() is None
     if beyond := [
-        item for item in items if (needed := _gpus_of(item)) and needed > len(visible_gpus())
+        item
+        for item in items
+        if ((needed := _gpus_of(item)) and needed > len(visible_gpus()))
+        or (without_browser and item.get_closest_marker("browser"))
     ]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]
@@ -95,7 +100,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API of the Prefect server that all tests share."""
-    from tests.servers import prefect_api  # imports Prefect's server
+    from tests.servers import prefect_api
 
     with prefect_api(tmp_path_factory.mktemp("prefect")) as url:
         yield url

@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe.lineage.token_rows import pieces
 from rlpipe.observe.viewer import END_TOKENS, ShownSample, ShownSet, render
-from tests.observe.browser import run_in_browser
+from tests.browser import run_in_browser
 
 
 def shown(**changes: object) -> ShownSample:
@@ -156,16 +156,19 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_in_browser(example_page(), SCRIPT, tmp_path_factory.mktemp("browser"))
 
 
+@pytest.mark.browser
 def test_groups_whose_rewards_differ_come_first(drawn: dict[str, Any]):
     assert drawn["opens"] == ["g4", "g2", "g3"]
     assert drawn["counts"].startswith("3 groups, 5 samples; rewards differ in 1 of the groups.")
 
 
+@pytest.mark.browser
 def test_a_token_has_its_values_as_tooltip_and_the_colour_of_its_advantage(drawn: dict[str, Any]):
     assert drawn["first_token"] == "5 · advantage 0.5"
     assert "color-mix(in srgb, var(--good) 70%" in drawn["shaded"]
 
 
+@pytest.mark.browser
 def test_buttons_move_between_iterations_and_the_page_says_what_is_left_out(drawn: dict[str, Any]):
     heads, counts = drawn["previous"]
     assert heads == ["g1", "g0"]
@@ -173,6 +176,7 @@ def test_buttons_move_between_iterations_and_the_page_says_what_is_left_out(draw
     assert drawn["all"] == ["g1", "g4", "g0", "g2", "g3"]
 
 
+@pytest.mark.browser
 def test_filters_by_text_reward_status_outcome_and_length(drawn: dict[str, Any]):
     assert drawn["text"] == ["g0", "g2"]
     assert drawn["response"] == ["g4"] and "1 of 2 samples match" in drawn["matching"]
@@ -183,6 +187,7 @@ def test_filters_by_text_reward_status_outcome_and_length(drawn: dict[str, Any])
     assert drawn["hash"] == "#text=absent", "the address names the view"
 
 
+@pytest.mark.browser
 def test_two_iterations_of_one_prompt_are_compared(drawn: dict[str, Any]):
     assert drawn["prompt"] == "sum of 2 and 3"
     assert drawn["compared"] == [
@@ -191,6 +196,7 @@ def test_two_iterations_of_one_prompt_are_compared(drawn: dict[str, Any]):
     ]
 
 
+@pytest.mark.browser
 def test_a_page_at_its_bounds_stays_small_and_draws_a_part_at_once(tmp_path: Path):
     samples = [
         shown(

@@ -10,9 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -26,14 +24,18 @@ FLAGS = (
 TIMEOUT_S = 120.0
 
 
-def run_in_browser(page: str, script: str, folder: Path) -> Any:
-    """Return the JSON value of `script`, the body of a function that runs after the page's own.
+def browser() -> str | None:
+    """Return the path of a Chromium; None if this machine has none.
 
-    Skips the test on a machine without a Chromium (Debian: apt-get install chromium).
+    Tests with the mark `browser` are then not collected (Debian: apt-get install chromium).
     """
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip("this machine has no Chromium")
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def run_in_browser(page: str, script: str, folder: Path) -> Any:
+    """Return the JSON value of `script`, the body of a function that runs after the page's own."""
+    chromium = browser()
+    assert chromium is not None, "the test needs the mark `browser`"
     result = (
         "<script>document.body.innerHTML = '<pre id=result></pre>', "
         "document.getElementById('result').textContent = JSON.stringify(RESULT)</script>"
@@ -43,7 +45,7 @@ def run_in_browser(page: str, script: str, folder: Path) -> Any:
         f"{page}<script>const RESULT = (() => {{ {script} }})();</script>{result}", encoding="utf-8"
     )
     dumped = subprocess.run(
-        [browser, *FLAGS, f"--user-data-dir={folder}/profile", "--dump-dom", f"file://{path}"],
+        [chromium, *FLAGS, f"--user-data-dir={folder}/profile", "--dump-dom", f"file://{path}"],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
