@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import HuggingFaceModel
@@ -95,7 +96,7 @@ def tokenizer_of(files: Files, run: str, home: Path) -> Decode | None:
 
 def decoder(directory: str) -> Decode:
     """Return the decoder of a model directory. Raises: ConfigError."""
-    tokenizer = load_tokenizer(directory)
+    tokenizer = _fast_tokenizer(directory) or load_tokenizer(directory)
 
     @lru_cache(maxsize=1 << 16)
     def decode(ids: tuple[int, ...]) -> str:
@@ -103,6 +104,19 @@ def decoder(directory: str) -> Decode:
 
     # Pages decode token by token, and the same tokens come again and again.
     return lambda ids: decode(tuple(ids))
+
+
+def _fast_tokenizer(directory: str) -> Tokenizer | None:
+    """Return the tokenizer of `tokenizer.json`; None if the model has another kind.
+
+    The import of transformers would take seconds, at the end of every run.
+    """
+    path = Path(directory) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path)) if path.is_file() else None
+    except Exception:  # noqa: BLE001
+        # The package raises no narrower type. `load_tokenizer` then names the problem.
+        return None
 
 
 def pieces(ids: Sequence[int], decode: Decode | None) -> list[str]:
