@@ -242,7 +242,7 @@ class Observer:
                 f"{self._ctx.config.run}: updating the metric tables failed: "
                 f"{type(error).__name__}: {error}"
             )
-        return summarise(history), overview(history)
+        return summarise(history), overview(history, directory)
 
     def _log_timing(self, seconds: float, other: dict[str, float], **entry: float | str) -> None:
         line = {"time": time.time(), "seconds": seconds, "other": other, **entry}

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
+from rlpipe.observe.pages import REPORT_PAGE, SAMPLES_PAGE
 from rlpipe.observe.run_history import REWARD, RunHistory
 from rlpipe.observe.summary import stage_table
 
@@ -33,12 +35,18 @@ BAR_LENGTH = 20
 """Characters of a bar of 100 %."""
 
 
-def overview(history: RunHistory) -> str:
-    """Return the page, with means of the first and last ten iterations and extremes of all."""
+def overview(history: RunHistory, folder: Path | None = None) -> str:
+    """Return the page, with means of the first and last ten iterations and extremes of all.
+
+    `folder`: the run's folder, which has the HTML pages. Prefect's pages cannot link to files.
+    """
     parts = [f"# {history.run}: {history.status}"]
     parts += ["## Is it learning?", *_scores(history), *_figures(history, LEARNING)]
     parts += ["## Is it healthy?", *_figures(history, HEALTH)]
     parts += ["## Where did the time go?", *_times(history)]
+    if folder is not None:
+        pages = [REPORT_PAGE, *(name for name in history.links.values() if name == SAMPLES_PAGE)]
+        parts += ["## Pages", *(f"- `{folder / name}`" for name in pages)]
     return "\n\n".join(parts) + "\n"
 
 

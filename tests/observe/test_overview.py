@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlpipe.observe.overview import overview, sparkline
 from rlpipe.observe.run_history import RunHistory
 from tests.observe.histories import example_history
@@ -36,3 +38,11 @@ def test_a_sparkline_spans_the_range_and_a_constant_one_is_in_the_middle():
         and sparkline([]) == ""
     )
     assert len(sparkline(list(range(1000)))) == 16
+
+
+def test_the_page_names_the_html_pages_that_exist():
+    run = Path("/runs/r")
+    assert "## Pages\n\n- `/runs/r/report.html`\n" in overview(RunHistory("r"), run)
+    samples = RunHistory("r", links={"Samples": "samples.html"})
+    assert "- `/runs/r/samples.html`" in overview(samples, run)
+    assert "## Pages" not in overview(RunHistory("r"))
