@@ -107,6 +107,20 @@ def check_run_exists(files: Files, run: str) -> None:
         )
 
 
+def check_committed(files: Files, run: str, k: int) -> None:
+    """Refuse an iteration that the run has not finished. Raises: ConfigError."""
+    newest = Branches(files).newest(run)
+    if newest is None or k > newest.iteration:
+        raise ConfigError(
+            "the run has not committed this iteration",
+            where="--run",
+            found=f"{run}@{k}",
+            expected=f"RUN@K with K from 0 to {newest.iteration}"
+            if newest
+            else "a run with a committed iteration",
+        )
+
+
 def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
     """Print every finding and note, and the proof of a digest."""
     with Progress(transient=True) as bar:
@@ -161,6 +175,8 @@ def unusual(files: Files, run: str, _k: int | None, _arguments: argparse.Namespa
 
 def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
     """Print the origin of these weights, as JSON."""
+    if k is not None:
+        check_committed(files, run, k)
     if arguments.out:
         table = provenance.trained_on(files, run, k)
         pq.write_table(table, arguments.out, compression="zstd")

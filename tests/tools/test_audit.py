@@ -123,6 +123,7 @@ def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_pat
         (("sql", "nonsense"), "run", "DuckDB refused the query"),
         (("forward",), "run", "no prompt given"),
         (("view",), "run@7", "no rollout of this iteration"),
+        (("lineage",), "run@7", "RUN@K with K from 0 to 1"),
     ],
 )
 def test_wrong_input_gives_exit_code_2(
