@@ -6,46 +6,39 @@
     from slime.rollout.base_types import RolloutFnTrainOutput, RolloutFnEvalOutput
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
     from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
+    from slime.rollout.rm_hub import async_rm, grade_answer_verl, ...   and from its modules
+    from slime.utils.misc import load_function, SingletonMeta
+    from slime.utils.processing_utils import load_tokenizer
     from slime.utils.async_utils import run
 
 `provide()` makes them importable. Any other module of slime raises ImportError. `algorithms.custom`
-provides slime's functions for losses.
+provides slime's functions for losses. A text in `MODULES` names the module with the functions; it
+is imported when one of them is first used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
+from rlpipe.slime.sample import SlimeSample
 from rlpipe.system.certificates import certificates
-from rlpipe.types import Sample
 
 ATTEMPTS = 60
 PAUSE_S = 1.0
 MOST_REQUESTS = 512
 """Concurrent requests of slime's functions (the permits of `GenerateState.semaphore`)."""
-
-
-class SlimeSample(Sample):
-    """rlpipe's Sample with a constructor that accepts slime's keywords."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__()
-        values.pop("group_index", None)  # a read-only property of Sample
-        length = values.pop("response_length", None)
-        for name, value in values.items():
-            setattr(self, name, value)
-        if length is not None:
-            self.response_length = length
 
 
 @dataclass
@@ -159,22 +152,68 @@ async def _request(method: str, url: str, attempts: int, **keywords: Any) -> Any
     raise AssertionError("at least one attempt is needed")
 
 
+def call_rollout_fn(function: Any, *arguments: Any, evaluation: bool, **keywords: Any) -> Any:
+    """Return the output of a rollout function in slime's present form."""
+    output = function(*arguments, **keywords, evaluation=evaluation)
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return output
+    return RolloutFnEvalOutput(output) if evaluation else RolloutFnTrainOutput(output)
+
+
+def load_function(path: str) -> Any:
+    """Return the object of a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+class SingletonMeta(type):
+    """Metaclass of classes with one instance in a process."""
+
+    _instances: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        if cls not in cls._instances:
+            cls._instances[cls] = super().__call__(*arguments, **keywords)
+        return cls._instances[cls]
+
+    def clear_instances(cls) -> None:
+        """Forget the instance of this class."""
+        cls._instances.pop(cls, None)
+
+
+def load_tokenizer(name_or_path: str, **keywords: Any) -> Any:
+    """Return the tokenizer of a model directory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name_or_path, **keywords)
+
+
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a coroutine, for a plain function."""
     return asyncio.run(coroutine)
 
 
-MODULES: dict[str, dict[str, Any]] = {
+_VERIFIERS = "rlpipe.rewards.slime_verifiers"
+MODULES: dict[str, dict[str, Any] | str] = {
     "slime": {},
     "slime.utils": {},
     "slime.utils.types": {"Sample": SlimeSample},
     "slime.utils.http_utils": {"post": post, "get": get},
     "slime.utils.async_utils": {"run": run},
+    "slime.utils.misc": {"load_function": load_function, "SingletonMeta": SingletonMeta},
+    "slime.utils.processing_utils": {"load_tokenizer": load_tokenizer},
     "slime.rollout": {},
     "slime.rollout.base_types": {
         "RolloutFnTrainOutput": RolloutFnTrainOutput,
         "RolloutFnEvalOutput": RolloutFnEvalOutput,
+        "call_rollout_fn": call_rollout_fn,
     },
+    "slime.rollout.rm_hub": _VERIFIERS,
+    "slime.rollout.rm_hub.deepscaler": _VERIFIERS,
+    "slime.rollout.rm_hub.f1": _VERIFIERS,
+    "slime.rollout.rm_hub.gpqa": _VERIFIERS,
+    "slime.rollout.rm_hub.math_dapo_utils": _VERIFIERS,
+    "slime.rollout.rm_hub.math_utils": _VERIFIERS,
     "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
@@ -184,6 +223,12 @@ MODULES: dict[str, dict[str, Any]] = {
     },
 }
 _provided: set[str] = set()
+
+
+def _attribute(module: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)  # such as __file__, which tools look for in every module
+    return getattr(importlib.import_module(module), name)
 
 
 def provide(more: Mapping[str, dict[str, Any]] | None = None) -> None:
@@ -198,6 +243,8 @@ def provide(more: Mapping[str, dict[str, Any]] | None = None) -> None:
         if name in _provided:
             continue
         module = ModuleType(name, f"Replaces slime's module: see {__name__}.")
+        if isinstance(attributes, str):
+            attributes = {"__getattr__": partial(_attribute, attributes)}
         vars(module).update(attributes, __path__=[])
         sys.modules[name] = module
         _provided.add(name)

@@ -434,7 +434,8 @@ def test_a_test_of_slime_fails_above_its_bound_of_the_log_probs():
     assert "gates" not in keys("--ci-train-rollout-logprob-abs-diff-threshold 0.2")
     config = loaded(
         "--ci-test --hf-checkpoint /m --prompt-data p.jsonl --num-rollout 1 "
-        "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 --rm-type math"
+        "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 "
+        "--rm-type math"
     )
     assert (config.gates.bounds[0].at_most, config.gates.timeout_s) == (0.1, 1)
 
