@@ -39,15 +39,12 @@ from rlpipe.config.text import dump as dump_yaml
 from rlpipe.config.text import parse, read
 from rlpipe.config.unused import unused
 from rlpipe.errors import ConfigError
-from rlpipe.system.project import PROJECT
+from rlpipe.system.project import HOME_VARIABLE, PRESETS, RECIPES
 
-DEPLOYMENTS = PROJECT / "deployments"
-RECIPES = DEPLOYMENTS / "recipes"
-PRESETS = DEPLOYMENTS / "models"
 SLIME_DEFAULTS = Path(__file__).resolve().parents[1] / "slime"
-HOME_VARIABLE = "RLPIPE_HOME"
 RESERVED = ("store", "models")
 """Folders of the home, which cannot be names of runs."""
+_KINDS = {type(None): "nothing", list: "a list", str: "a text"}
 _PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]+@")
 
 
@@ -140,12 +137,13 @@ def load_with_origin(
     path = find_recipe(recipe)
     values, lines = parse(read(path, "the recipe"), str(path))
     if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
         raise ConfigError(
             "a recipe is a mapping of keys",
             where=str(path),
-            found=found,
+            found=_KINDS.get(type(values), "a value"),
             expected="lines of `key: value`",
+            do="write at least num_rollout, model, data, rollout and reward; "
+            "deployments/recipes has examples",
         )
     values.setdefault("run", path.stem)
     origin = Origin(str(path), lines)
@@ -279,7 +277,9 @@ def find_recipe(recipe: str | Path) -> Path:
         raise ConfigError(
             "the recipe file does not exist",
             where=str(recipe),
-            do="give the path of a file, or the name of a recipe",
+            found=f"no {path.name} in {path.absolute().parent}",
+            expected=f"a YAML file, or one of {', '.join(recipes())}",
+            do="check the path; it counts from the current folder",
         )
     if len(path.parts) != 1:
         raise ConfigError(
@@ -380,10 +380,13 @@ def _entry(target: Any, name: str, parent: str, override: str) -> str | int:
         return name
     if not isinstance(target, list):
         raise ConfigError(
-            f"{parent} is a value and has no keys", where=f"override {override}", found=repr(target)
+            f"{parent} is a value and has no keys",
+            where=f"override {override}",
+            found=repr(target),
+            do=f"write {parent}=VALUE",
         )
     if not (name.isdecimal() and int(name) < len(target)):
-        numbers = f"a number from 0 to {len(target) - 1}"
+        numbers = f"a number from 0 to {len(target) - 1}" if len(target) > 1 else "0"
         raise ConfigError(
             f"{parent} is a list",
             where=f"override {override}",

@@ -15,6 +15,10 @@ PACKAGES = ("flows", "tasks", "tools", "deployments")
 _LIBRARY = Path(__file__).resolve().parents[1]
 _INSTALLED = _LIBRARY / "_project"
 PROJECT = _INSTALLED if _INSTALLED.is_dir() else _LIBRARY.parent
+RECIPES = PROJECT / "deployments" / "recipes"
+PRESETS = PROJECT / "deployments" / "models"
+HOME_VARIABLE = "RLPIPE_HOME"
+"""Environment variable with the directory of all runs."""
 
 
 def use_project() -> None:

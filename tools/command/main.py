@@ -15,6 +15,8 @@ from importlib.metadata import version
 import click
 from click.shell_completion import CompletionItem
 
+from rlpipe.system.project import RECIPES
+from tools.command import parsers
 from tools.command.verbs import GROUPS, SECTIONS, VERBS, Verb
 from tools.piped import piped
 
@@ -60,8 +62,8 @@ class _VerbCommand(click.Command):
 
     def _words(self, incomplete: str) -> list[CompletionItem]:
         """Complete the name of a recipe, or a file."""
-        names = recipe_names() if self._verb.recipe else ()
-        matches = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        recipes = sorted(path.stem for path in RECIPES.glob("*.yaml")) if self._verb.recipe else []
+        matches = [CompletionItem(name) for name in recipes if name.startswith(incomplete)]
         return matches or [CompletionItem(incomplete, type="file")]
 
 
@@ -126,16 +128,7 @@ def options(verb: Verb) -> dict[str, str]:
 
 def parser_of(verb: Verb) -> argparse.ArgumentParser:
     """Return the parser of a verb's options."""
-    from tools.command import parsers  # imports the configuration: 0.2 s
-
     return getattr(parsers, verb.parser)()
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the project's recipes."""
-    from rlpipe.config.load import recipes
-
-    return recipes()
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.load import HOME_VARIABLE, presets, recipes
+from rlpipe.system.project import HOME_VARIABLE, PRESETS, RECIPES
 from tools.command.verbs import VERBS
 
 COMMAND = "rlpipe"
@@ -52,8 +52,13 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _names(folder: Path) -> str:
+    """Return the names of the YAML files of a folder."""
+    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
 def _recipe_help() -> str:
-    return f"a YAML file, or one of: {', '.join(recipes())}"
+    return f"a YAML file, or one of: {_names(RECIPES)}"
 
 
 def train() -> argparse.ArgumentParser:
@@ -65,7 +70,7 @@ def train() -> argparse.ArgumentParser:
         "[dotted.key=value ...]",
         epilog=f"Flags of slime, Megatron and SGLang (--sglang-*): {COMMAND} flags. "
         "Overrides: train.optimizer.lr=1e-5. A model's preset below the recipe: preset=NAME, "
-        f"a YAML file or one of: {', '.join(presets())}",
+        f"a YAML file or one of: {_names(PRESETS)}",
     )
     _add_recipe_options(parser)
     _add_takeover(parser, "drives this run on any machine")
