@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 
@@ -33,6 +35,11 @@ _SEGMENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _MODEL = re.compile(rf"(?P<repo>{_SEGMENT}/{_SEGMENT})(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
 """Files of a model that trainer, engines and tokenizer read."""
+PROGRESS_DELAY_S = 2.0
+"""A shorter download shows no progress."""
+PROGRESS_INTERVAL_S = 10.0
+"""Seconds between two lines of progress, where standard error is no terminal."""
+CURSOR_UP = "\x1b[A"
 OTHER_FILES = ("*/*", "consolidated*.safetensors")
 """Files that would be downloaded in vain: folders with other formats, and Mistral's second copy of
 the weights."""
@@ -214,7 +221,11 @@ def _from_hub_or_cache(download, pinned: HubReference, **arguments) -> str:
     from httpx import TransportError
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    arguments |= {"repo_type": pinned.kind, "revision": pinned.revision}
+    arguments |= {
+        "repo_type": pinned.kind,
+        "revision": pinned.revision,
+        "tqdm_class": _progress_bar(),
+    }
     try:
         return download(pinned.repo, **arguments)
     except (TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
@@ -223,6 +234,43 @@ def _from_hub_or_cache(download, pinned: HubReference, **arguments) -> str:
             return download(pinned.repo, local_files_only=True, **arguments)
         except LocalEntryNotFoundError:
             raise error from None
+
+
+def _progress_bar() -> type | None:
+    """Return a progress bar that prints lines; None on a terminal, where the library draws one."""
+    if sys.stderr.isatty():
+        return None
+    from huggingface_hub.utils import tqdm
+
+    class Lines(tqdm):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            # The library also counts files, and bytes of its own transfer protocol.
+            is_main = settings.get("unit") == "B" and not str(settings.get("name")).endswith(
+                ".transfer"
+            )
+            settings |= {
+                "file": _LineFile(),
+                "disable": settings.get("disable") if is_main else True,
+            }
+            super().__init__(*arguments, **settings)
+
+    return Lines
+
+
+class _LineFile:
+    """Prints what a progress bar draws as lines, not too often."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + PROGRESS_DELAY_S
+
+    def write(self, text: str) -> None:
+        line = text.replace(CURSOR_UP, "").strip()
+        if line and time.monotonic() >= self._next_s:
+            print(line, file=sys.stderr, flush=True)
+            self._next_s = time.monotonic() + PROGRESS_INTERVAL_S
+
+    def flush(self) -> None:
+        """Do nothing: `write` flushes."""
 
 
 @contextmanager
@@ -308,7 +356,8 @@ def _unreachable(reference: HubReference, where: str, error: Exception) -> Resou
         found = "HF_HUB_OFFLINE is set, and the cache does not have all files"
         do = f"unset HF_HUB_OFFLINE; or run `{command}` with a network, into the same HF_HOME"
     else:
-        found = f"{constants.ENDPOINT} does not answer: {type(error).__name__}"
+        reason = error.__cause__ or error
+        found = f"{constants.ENDPOINT} does not answer ({type(reason).__name__}: {reason})"
         do = (
             "check the network, the proxy and HF_ENDPOINT; or give the path of a local copy; "
             f"or run `{command}` where there is a network and copy the folder "

@@ -162,3 +162,17 @@ def test_addresses_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.Monke
             file_reference(text)
     with pytest.raises(ConfigError, match="not the address of a model"):
         model_reference("hf://datasets/org/rows")
+
+
+def test_a_download_prints_its_progress_as_lines(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    fetched_model(model("org/model"), KEY)
+    assert capsys.readouterr().err == ""  # it took less than two seconds
+    monkeypatch.setattr("rlpipe.system.hub.PROGRESS_DELAY_S", 0)
+    monkeypatch.setattr("rlpipe.system.hub.PROGRESS_INTERVAL_S", 0)
+    hub.repos["org/model"].files["model.safetensors"] = b"0" * 10**6
+    fetched_model(model("org/model"), KEY)
+    lines = capsys.readouterr().err.splitlines()
+    assert "100%" in lines[-1] and "1.00M" in lines[-1]
+    assert not [line for line in lines if "\x1b" in line or not line.strip()]
