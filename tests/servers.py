@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
-
 from tools.local_prefect import free_port
 from tools.s3_server import S3Server
 
@@ -34,13 +31,25 @@ def prefect_api(directory: Path) -> Iterator[str]:
     Prefect's own `prefect_test_harness` changes the settings of the process until it ends, so tests
     of a session could not share its server.
     """
+    # Not at the top: the tests of the store need no Prefect.
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_settings
+
     database = f"sqlite+aiosqlite:///{directory}/prefect.db"
     server = SubprocessASGIServer(port=free_port(0))
     with temporary_settings({PREFECT_SERVER_DATABASE_CONNECTION_URL: database}):
         server.start(timeout=120)
+    # As in the harness: code of Prefect that has no URL uses this server and starts no other.
+    SubprocessASGIServer._instances[None] = server
     try:
         yield server.api_url
     finally:
+        # Threads of this process send logs and events to the server until they are drained.
+        APILogWorker.instance().drain()
+        EventsWorker.drain_all()
+        del SubprocessASGIServer._instances[None]
         server.stop()
 
 

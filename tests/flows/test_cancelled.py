@@ -8,35 +8,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
 from prefect.states import Cancelling
-from prefect.testing.utilities import prefect_test_harness
 
+from flows import in_flight
 from flows import train as training
 from flows.fork import fork
+from flows.in_flight import InProcess
 from flows.output import FLOW_RUN_ID_VARIABLE
-from flows.stopping import Preempted, Stopping
+from flows.stopping import Preempted, Stopping, handle_sigterm, result_or_cancelled
 from rlpipe.config.run import RunConfig
 from rlpipe.store.objects.files import Files
 from tests.reprocessed import History, configuration
 
 pytestmark = pytest.mark.integration
 GRACE_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    """A Prefect server for these tests."""
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
 
 
 @pytest.fixture
@@ -81,7 +76,7 @@ class Endless:
 
 
 async def test_a_cancelled_fork_ends_its_training_at_once(
-    server: None, parent: str, monkeypatch: pytest.MonkeyPatch
+    prefect_server: str, parent: str, monkeypatch: pytest.MonkeyPatch
 ):
     endless = Endless(monkeypatch, cancelled=True)
     monkeypatch.setattr(training, "drive", endless)
@@ -92,9 +87,46 @@ async def test_a_cancelled_fork_ends_its_training_at_once(
 
 
 async def test_a_terminated_fork_has_its_grace_period(
-    server: None, parent: str, monkeypatch: pytest.MonkeyPatch
+    prefect_server: str, parent: str, monkeypatch: pytest.MonkeyPatch
 ):
     endless = Endless(monkeypatch, cancelled=False)
     monkeypatch.setattr(training, "drive", endless)
     assert await fork(parent, run="again") == {"run": "again"}
     assert not endless.ended
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_the_iteration_of_a_cancelled_run_is_cancelled_and_not_crashed(
+    prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+):
+    driver: list[str] = []
+
+    @flow(name="iteration", on_running=[handle_sigterm])
+    async def endless(run: str, k: int) -> None:
+        if cancelled:
+            async with get_client() as client:
+                await client.set_flow_run_state(UUID(driver[0]), Cancelling(), force=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(600)
+
+    async def no_requests(run: str) -> None: ...
+
+    monkeypatch.setattr(in_flight, "iteration", endless)
+    monkeypatch.setattr(in_flight, "abort_requests", no_requests)
+
+    @flow(on_running=[handle_sigterm])
+    async def drive() -> Any:
+        driver.append(str(flow_run.get_id()))
+        monkeypatch.setenv(FLOW_RUN_ID_VARIABLE, driver[0])
+        with Stopping(0.1) as stopping:
+            async with InProcess(configuration(tmp_path, num_rollout=1)) as iterations:
+                return await result_or_cancelled(stopping.run(iterations.finish(0)))
+
+    state = await drive(return_state=True)
+    children = FlowRunFilter(
+        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(driver[0])])
+    )
+    async with get_client() as client:
+        (child,) = await client.read_flow_runs(flow_run_filter=children)
+    assert state.type is (StateType.CANCELLED if cancelled else StateType.FAILED)
+    assert child.state_type is (StateType.CANCELLED if cancelled else StateType.CRASHED)

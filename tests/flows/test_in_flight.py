@@ -13,7 +13,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_RESULTS_PERSIST_BY_DEFAULT, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 
 from flows import in_flight, train
 from flows.in_flight import InProcess, IterationFailed, numbered
@@ -183,12 +182,9 @@ async def test_cancelling_the_wait_cancels_the_iteration_and_later_ones(stages: 
 
 
 @pytest.fixture
-def server() -> Iterator[None]:
+def server(prefect_server: str) -> Iterator[None]:
     """A Prefect server that keeps results."""
-    with (
-        prefect_test_harness(server_startup_timeout=120),
-        temporary_settings({PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}),
-    ):
+    with temporary_settings({PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}):
         yield
 
 
