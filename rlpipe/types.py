@@ -450,7 +450,8 @@ class NodeRef(Record):
 class Commit(VersionedRecord):
     """Iteration k of a branch: its nodes, the groups that it consumed, and the cursor after it.
 
-    `Branches.commit` fills in the keys of the chain (`rlpipe.store.chain`).
+    The last stage builds it (`_commit` of tasks/checkpoint.py). `Branches.commit` fills in
+    the keys of the chain (`rlpipe.store.chain`) and writes it.
     """
 
     branch: str

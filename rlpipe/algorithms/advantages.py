@@ -31,10 +31,7 @@ import torch
 
 from rlpipe.algorithms.divergence import kl_estimate
 from rlpipe.algorithms.values import Estimates, gae
-from rlpipe.config.algorithms import CENTERED, AdvantageConfig
-
-SCALED = ("grpo", "gspo", "cispo")
-"""Estimators that divide by the group's standard deviation."""
+from rlpipe.config.algorithms import CENTERED_BY_GROUP, SCALED_BY_GROUP, AdvantageConfig
 
 CustomEstimator = Callable[["ScoredBatch", np.ndarray, np.ndarray], Estimates]
 """User function: (batch, rewards [N] after group normalisation, κ [R]) → estimates."""
@@ -133,8 +130,8 @@ def sample_rewards(batch: ScoredBatch, config: AdvantageConfig) -> np.ndarray:
     return group_relative(
         batch.rewards,
         batch.group,
-        center=config.rewards_normalization and name in CENTERED,
-        scale_by_std=config.grpo_std_normalization and name in SCALED,
+        center=config.rewards_normalization and name in CENTERED_BY_GROUP,
+        scale_by_std=config.grpo_std_normalization and name in SCALED_BY_GROUP,
         rollout=batch.rollout if config.fan_out_baseline == "rollout" else None,
     )
 

@@ -24,7 +24,9 @@ GSPO: arXiv 2507.18071 §5.1 (slime leaves 0.2, which clips nothing). CISPO: no 
 weights up to 5, arXiv 2506.13585 (slime's lower bound is 0.8).
 """
 
-CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+SCALED_BY_GROUP = ("grpo", "gspo", "cispo")
+"""Estimators that divide by the group's standard deviation if `grpo_std_normalization` is on."""
+CENTERED_BY_GROUP = (*SCALED_BY_GROUP, "reinforce_plus_plus_baseline")
 """Estimators that subtract the group's mean reward if `rewards_normalization` is on. (rloo always
 subtracts it.)"""
 
@@ -97,7 +99,7 @@ class AdvantageConfig(Config):
 
         A single sample of a prompt then has advantage 0.
         """
-        centered = self.advantage_estimator in CENTERED and self.rewards_normalization
+        centered = self.advantage_estimator in CENTERED_BY_GROUP and self.rewards_normalization
         replaced = self.custom_advantage_function_path is not None
         return (centered or self.advantage_estimator == "rloo") and not replaced
 

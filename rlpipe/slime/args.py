@@ -26,7 +26,7 @@ from rlpipe.slime.megatron_flags import MEGATRON
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SLIME, *MEGATRON)}
 FREE = ("train.megatron.", "engine.sglang.", "engine.router.")
 """Sections with arguments under their own names."""
-TRANSPORTS = {"disk": ("full", "disk"), "delta": ("delta", "disk")}
+WEIGHT_UPDATES = {"disk": ("full", "disk"), "delta": ("delta", "disk")}
 """sync.transport → slime's mode and transport of weight updates; others are slime's default."""
 LOSS_TYPES = {"policy_loss": "policy", "sft_loss": "sft", "custom_loss": "custom"}
 """slime's --loss-type → train.loss.type."""
@@ -115,7 +115,7 @@ def _derived(config: RunConfig) -> dict[str, Any]:
     loss = config.train.loss
     rollout = config.rollout
     critic = config.critic.resolved_optimizer(config.train.optimizer)
-    mode, transport = TRANSPORTS.get(config.sync.transport, ("full", "nccl"))
+    mode, transport = WEIGHT_UPDATES.get(config.sync.transport, ("full", "nccl"))
     function = rollout.rollout_function_path or FLAGS["rollout_function_path"].default
     return {
         "rollout_function_path": function,

@@ -24,15 +24,12 @@ from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, 
 from rlpipe.store.chain import link_commit
 from rlpipe.store.nodes import refuse_unknown_contract
 from rlpipe.store.objects.files import Files
-from rlpipe.store.receipts import CHAIN_KEYS, PROVENANCE_KEYS, Receipts
+from rlpipe.store.receipts import CHAIN_KEYS, PROVENANCE_KEYS, TIMING_KEYS, Receipts
 from rlpipe.store.records import now, seal, unseal
 from rlpipe.types import CONTRACTS, Commit, Record, Stage, VersionedRecord
 
 CONFIG_NAME = re.compile(r"branches/[^/]+/config\.json")
 COMMIT_NAME = re.compile(r"branches/([^/]+)/([0-9]{8})\.json")
-TIMING_KEYS = {"leaves", "awaited"}
-"""Keys of the chain that depend on the time of the commit. Two commits with equal results differ in
-them if a checkpoint was recorded between the two."""
 
 
 class Branch(VersionedRecord):

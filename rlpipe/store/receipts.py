@@ -38,8 +38,11 @@ RECEIPT_NAME = re.compile(r"branches/[^/]+/receipts/([0-9]{8})\.json")
 NODE_RECEIPT_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})\.json")
 REMOVAL_NAME = re.compile(r"receipts/([a-z]+)/([0-9a-f]{64})-([0-9a-f]{16})\.removed\.json")
 PROVENANCE_KEYS = {"attempt", "created", "epoch", "packages"}
-"""Keys in which two records of one result may differ."""
-CHAIN_KEYS = {"format", "parent_sha256", "records", "leaves", "awaited"}
+"""Keys of any record in which two records of one result may differ."""
+TIMING_KEYS = {"leaves", "awaited"}
+"""Keys of a commit that depend on its time. Two commits with equal results differ in them if a
+checkpoint was recorded between the two."""
+CHAIN_KEYS = TIMING_KEYS | {"format", "parent_sha256", "records"}
 """Keys of a commit that are not its result: its format, and digests of other records' bytes."""
 
 
