@@ -15,11 +15,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from prefect import Flow
+from prefect.states import Cancelled
 
 from flows.iteration import iteration
+from flows.stopping import CANCELLED_MESSAGE, is_being_cancelled
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.types import NodeRef
@@ -124,7 +126,13 @@ def numbered(k: int) -> Flow[[str, int], Any]:
 
     @wraps(iteration.fn)
     async def stages(run: str, k: int) -> dict[str, NodeRef]:
-        return await iteration.fn(run, k)
+        try:
+            return await iteration.fn(run, k)
+        except asyncio.CancelledError:
+            # Prefect calls a flow run whose task was cancelled Crashed, also after a Cancel.
+            if await is_being_cancelled():
+                return cast("dict[str, NodeRef]", Cancelled(message=CANCELLED_MESSAGE))
+            raise
 
     stages.__qualname__ = f"{stages.__qualname__}_{k}"
     # `with_options` copies the flow. Changing `fn` of the original would change every iteration.

@@ -13,7 +13,13 @@ from prefect.states import Cancelled
 
 from flows.iteration import iteration
 from flows.output import outlive_the_worker
-from flows.stopping import Preempted, Stopping, handle_sigterm, is_being_cancelled
+from flows.stopping import (
+    CANCELLED_MESSAGE,
+    Preempted,
+    Stopping,
+    handle_sigterm,
+    is_being_cancelled,
+)
 from rlpipe.actors.ray.local_ray import disconnect
 from tasks.context import close_context, context
 from tasks.ordering import abort_requests
@@ -36,7 +42,7 @@ async def iteration_run(run: str, k: int) -> Any:
             # The driver's other iterations keep their requests.
             await abort_requests(run, k)
             if await is_being_cancelled():
-                return Cancelled(message="cancelled; nodes of finished stages are in the store")
+                return Cancelled(message=CANCELLED_MESSAGE)
             raise
         finally:
             # The actors belong to the driver.

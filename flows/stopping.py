@@ -35,6 +35,8 @@ from rlpipe.errors import RlpipeError
 
 Result = TypeVar("Result")
 QUERY_TIMEOUT_S = 5.0
+CANCELLED_MESSAGE = "cancelled; nodes of finished stages are in the store"
+"""Message of an iteration that a Cancel ended, in Prefect's pages."""
 RESUME_HINT = "the same command continues after the last commit"
 
 

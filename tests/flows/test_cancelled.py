@@ -39,7 +39,10 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run of three iterations. Its fork has a grace period too long for a Cancel."""
     monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
     monkeypatch.setattr(training, "check", lambda config, home: None)
-    config = configuration(tmp_path, num_rollout=5, resources={"stop_grace_s": GRACE_S})
+    prompts = {"type": "file", "paths": [f"{tmp_path}/a.jsonl"]}
+    config = configuration(
+        tmp_path, num_rollout=5, data={"prompts": prompts}, resources={"stop_grace_s": GRACE_S}
+    )
     History(Files(tmp_path / "store"), config).iterate(3)
     return "run@1"
 
