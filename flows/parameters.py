@@ -31,7 +31,8 @@ def recipe_summary(recipe: str) -> str:
 
 def recipe_list() -> str:
     """Return the project's recipes as Markdown, a line each."""
-    return "\n".join(f"- `{name}`: {recipe_summary(name)}" for name in recipes())
+    # Blank lines: the form makes a space of a single line end, so items would run together.
+    return "\n\n".join(f"- `{name}`: {recipe_summary(name)}" for name in recipes())
 
 
 def _recipe_schema(description: str) -> dict[str, Any]:

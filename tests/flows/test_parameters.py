@@ -46,7 +46,7 @@ def test_every_field_says_whether_it_is_required_and_has_an_example(flow: Any):
 
 def test_the_form_has_a_line_for_each_recipe():
     description = form(train)["properties"]["recipe"]["description"]
-    lines = [line for line in description.splitlines() if line.startswith("- ")]
+    lines = [line for line in description.split("\n\n") if line.startswith("- ")]
     assert [line.split("`")[1] for line in lines] == recipes()
     assert all(line.endswith(".") and 20 < len(line) < 240 for line in lines), lines
 
