@@ -16,6 +16,7 @@ import os
 import sys
 from pathlib import Path
 
+from rlpipe.model_dir import given_directory
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.model_flags import check_model
 from tools.command import parsers
@@ -33,13 +34,14 @@ def main() -> int:
 
 def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Run the conversion. Raises: as `to_torch_dist`."""
-    check_model(read_flags(rest, also=option_names(parsers.hf2dist())).own, arguments.hf_checkpoint)
+    directory = given_directory(arguments.hf_checkpoint, "--hf-checkpoint")
+    check_model(read_flags(rest, also=option_names(parsers.hf2dist())).own, str(directory))
     hide_gpus()
     from rlpipe.engines.megatron.checkpoint.conversion.convert import to_torch_dist
 
     with bar() as progress:
         report = to_torch_dist(
-            Path(arguments.hf_checkpoint),
+            directory,
             Path(arguments.save),
             dtype=arguments.dtype,
             shard_bytes=size_bytes(arguments.max_shard_size),
