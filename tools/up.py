@@ -339,10 +339,15 @@ def status_text(servers: LocalServers) -> str:
         lines += [
             "",
             f"  . {servers.folder / 'env'}",
-            f"  .venv/bin/prefect deployment run train/{demo}",
+            f"  {shown_prefect()} deployment run train/{demo}",
         ]
         lines += [f"  Prefect UI: {servers.url('prefect')}   logs: {servers.folder}/*.log"]
     return "\n".join(lines)
+
+
+def shown_prefect() -> str:
+    """Return the prefect command of this environment, relative to the current folder if in it."""
+    return str(Path(sys.executable).with_name("prefect")).removeprefix(f"{Path.cwd()}{os.sep}")
 
 
 def main() -> int:

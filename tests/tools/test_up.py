@@ -252,3 +252,12 @@ def test_the_error_of_a_damaged_record_has_advice(servers: LocalServers):
     ):
         servers.running("ray")
     file.unlink()
+
+
+def test_the_printed_command_of_prefect_exists_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert Path(up.shown_prefect()).is_file()
+    monkeypatch.chdir(Path(sys.executable).parents[2])
+    assert not Path(up.shown_prefect()).is_absolute() and Path(up.shown_prefect()).is_file()
