@@ -67,7 +67,7 @@ def stored_checkpoint(home: Path, of: str) -> Iterator[StoredCheckpoint]:
     branches = Branches(files)
     if branches.find(run) is None:
         raise ConfigError(
-            "the run does not exist", where=f"--of {of}", found=f"no branch {run} in {files.root}"
+            "the run does not exist", where=f"--of {of}", found=f"no run {run} in {files.root}"
         )
     saved = saved_weights(files, run, int(iteration) if iteration else None)
     node = _checkpoint_node(files, saved.branch, saved.iteration)

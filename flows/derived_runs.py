@@ -45,10 +45,13 @@ class StoredRun:
     """A recipe file with `config`."""
 
 
-def stored_run(home: Path, run: str, store: str | None = None) -> StoredRun:
+def stored_run(
+    home: Path, run: str, store: str | None = None, *, recipes: Path | None = None
+) -> StoredRun:
     """Find a run by name.
 
-    The store is `store`, else the one that this home recorded, else the home's own.
+    The store is `store`, else the one that this home recorded, else the home's own. `recipes`: the
+    folder of recipe files, by default the home.
 
     Raises: ConfigError if the run does not exist; ObjectCorrupt.
     """
@@ -60,7 +63,7 @@ def stored_run(home: Path, run: str, store: str | None = None) -> StoredRun:
         raise ConfigError(
             "the run does not exist",
             where=run,
-            found=f"no branch of this name in {files.root}",
+            found=f"no run of this name in {files.root}",
             expected=f"one of {', '.join(branches.names()) or '(the store has no run)'}",
             do="name a run of this store, or give --home or --store",
         )
@@ -68,7 +71,7 @@ def stored_run(home: Path, run: str, store: str | None = None) -> StoredRun:
     config = upgraded(RunConfig, run_file.config if run_file and same_store else branch.config)
     if store is not None or files.root != Files(home / "store").root:
         config = {**config, "store": {**config.get("store", {}), "root": files.root}}
-    return StoredRun(run, files, config, write_recipe(home, run, config))
+    return StoredRun(run, files, config, write_recipe(recipes or home, run, config))
 
 
 def write_recipe(home: Path, run: str, config: dict[str, Any]) -> Path:
@@ -105,14 +108,16 @@ def fork_run(
     run: str | None = None,
     overrides: Sequence[str] = (),
     store: str | None = None,
+    *,
+    recipes: Path | None = None,
 ) -> ForkedRun:
     """Return the fork of `RUN@K` or `RUN` under its parent's configuration, changed by `overrides`.
 
     The default name is `RUN-from-K`. Without K the fork starts at the newest commit; a fork that
-    has begun keeps its commit. Raises: ConfigError.
+    has begun keeps its commit. `recipes`: as for `stored_run`. Raises: ConfigError.
     """
     parent, iteration = parse_commit(of, "fork")
-    source = stored_run(home, parent, store)
+    source = stored_run(home, parent, store, recipes=recipes)
     branches = Branches(source.files)
     newest = branches.newest(parent)
     if newest is None or (iteration is not None and iteration > newest.iteration):
@@ -143,7 +148,8 @@ def fork_run(
             do=f"set num_rollout={iteration + 1 + max(1, config.num_rollout // 2)}, "
             "or fork from an earlier iteration",
         )
-    return ForkedRun(config, write_recipe(home, config.run, config.model_dump(mode="json")))
+    settings = config.model_dump(mode="json")
+    return ForkedRun(config, write_recipe(recipes or home, config.run, settings))
 
 
 EVALUATION_SETTINGS = (

@@ -20,8 +20,7 @@ from typing import Any
 
 from rlpipe.config.arguments.check import size_of
 from rlpipe.config.data import EvalDataset
-from rlpipe.config.guard import error_text
-from rlpipe.config.hooks import hook_digest, load_hook
+from rlpipe.config.hooks import error_with_line, hook_digest, load_hook
 from rlpipe.config.model import (
     EngineConfig,
     HuggingFaceModel,
@@ -452,10 +451,14 @@ def _make(source: MadeModel, folder: Path, seed: int) -> Path:
         _require_model(partial, source.maker)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        # The maker is user code: any exception of it becomes a HookError.
+        # The function is user code: any exception of it becomes a HookError.
         if isinstance(error, Exception) and not isinstance(error, RlpipeError):
             where = f"model.source.maker: {source.maker}"
-            raise HookError("the maker failed", where=where, found=error_text(error)) from error
+            raise HookError(
+                "the function that makes the model failed",
+                where=where,
+                found=error_with_line(error),
+            ) from error
         raise
     try:
         partial.rename(target)
@@ -470,7 +473,7 @@ def _make(source: MadeModel, folder: Path, seed: int) -> Path:
 def _require_model(directory: Path, maker: str) -> None:
     if not (directory / "config.json").is_file():
         raise ConfigError(
-            "the maker left no Hugging Face model directory",
+            "the function that makes the model wrote no Hugging Face model directory",
             where="model.source.maker",
             found=f"no config.json from {maker}",
             expected="config.json, *.safetensors and a tokenizer",

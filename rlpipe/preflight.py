@@ -160,6 +160,7 @@ def _check_folder(key: str, folder: Path) -> None:
             where=key,
             found=f"{existing}: {error.strerror or error}",
             expected="a folder that this user can write to, or the name of a new one",
+            do="choose another folder: --home FOLDER for everything, store.root for the store",
         ) from error
 
 
@@ -191,6 +192,7 @@ def _warm_starts(config: RunConfig) -> list[RunConfig]:
                     "the warm starts form a cycle",
                     where=str(path),
                     found=" → ".join(map(str, (*seen, path))),
+                    do="remove warm_start from one of these recipes",
                 )
             seen.append(path)
             overrides = warm_start_overrides(config)
@@ -314,7 +316,7 @@ def _check_maker(source: MadeModel) -> None:
         inspect.signature(maker).bind("directory", **source.arguments)
     except TypeError as error:
         raise ConfigError(
-            "the maker does not accept these arguments",
+            "the function that makes the model does not accept these arguments",
             where="model.source.arguments",
             found=f"{source.arguments}: {error}",
             expected=f"arguments of {source.maker}{inspect.signature(maker)}",

@@ -210,14 +210,18 @@ def checkpoint_of(ctx: RunContext, source: BranchModel) -> str:
     )
     where = f"model.start_from.branch={source.branch}"
     if commit is None:
-        raise ObjectMissing("the branch has no commit yet", where=where, do="finish that run first")
+        raise ObjectMissing(
+            "the run has no finished iteration yet",
+            where=where,
+            do="let that run finish its first iteration",
+        )
     weights = current_state(
         Segments(ctx.files), source.branch, commit.iteration + 1, commit.nodes[Stage.TRAIN]
     )
     inputs = checkpoint_inputs(weights)
     if ctx.nodes.find(inputs.stage, inputs.digest) is None:
         raise ObjectMissing(
-            "the branch has no checkpoint of this iteration",
+            "the run has no saved weights of this iteration",
             where=where,
             found=f"no checkpoint after iteration {commit.iteration}",
             expected="an iteration whose weights were saved (checkpoint.save_interval)",

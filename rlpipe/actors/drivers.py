@@ -39,11 +39,11 @@ class Driver:
         """Check that this driver is the actor's current driver. Raises: Fenced."""
         if self != current:
             raise Fenced(
-                "another driver uses the cluster's actors",
+                "another process uses the actors of this cluster",
                 where=where,
                 found=f"run {current.run} in epoch {current.epoch}" if current else "no run",
-                expected=f"run {self.run} in epoch {self.epoch}, which is ours",
-                do="let the other driver run, or stop it and start this one again",
+                expected=f"run {self.run} in epoch {self.epoch}, that of this process",
+                do="let the other process run, or end it and start this run again",
             )
 
 

@@ -86,6 +86,7 @@ def check_call(
             where=key,
             found=f"{path}: {name}{signature} ({error})",
             expected=expected,
+            do="change the function's parameters",
         ) from error
 
 
@@ -157,7 +158,7 @@ def _read(file: Path, path: str) -> bytes:
         others = [name for name in _python_files(file.parent) if name != file.name]
         near = get_close_matches(file.name, others, n=3)
         raise ConfigError(
-            "cannot read the hook's file",
+            "cannot read the file of the function",
             where=path,
             found=ascii(f"{file.absolute()}: {getattr(error, 'strerror', error)}")[1:-1],
             expected="a Python file" + (f"; the folder has {', '.join(near)}" if near else ""),
@@ -188,7 +189,9 @@ def _import_file(file: Path, path: str) -> ModuleType:
         provide()  # so that `from slime... import` works without slime
     complete = False
     try:
-        _run_import(lambda: loader.exec_module(module), "cannot import the hook's file", path)
+        _run_import(
+            lambda: loader.exec_module(module), "cannot import the file of the function", path
+        )
         complete = True
     finally:
         if not complete:
@@ -199,7 +202,7 @@ def _import_file(file: Path, path: str) -> ModuleType:
 def _import_module(name: str, path: str) -> ModuleType:
     return _run_import(
         lambda: importlib.import_module(name),
-        "cannot import the hook's module",
+        "cannot import the module of the function",
         path,
         expected=_FORMS,
     )
@@ -224,19 +227,19 @@ def _run_import(
         raise ConfigError(
             problem,
             where=path,
-            found=f"the file ends Python: {_with_location(error)}",
+            found=f"the file ends Python: {error_with_line(error)}",
             do="put code of a program under `if __name__ == '__main__':`",
         ) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's code may raise any exception
-        raise ConfigError(problem, where=path, found=_with_location(error)) from error
+        raise ConfigError(problem, where=path, found=error_with_line(error)) from error
     finally:
         exit_if_forked(pid, run)
 
 
-def _with_location(error: BaseException) -> str:
-    """Return the error's text with the line of the file that raised it."""
+def error_with_line(error: BaseException) -> str:
+    """Return `Type: message (file:line)` of an exception of a user function."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -255,13 +258,18 @@ def _source_of(module: str, path: str) -> Path:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, RecursionError) as error:
         raise ConfigError(
-            "cannot find the hook's module", where=path, found=error_text(error), expected=_FORMS
+            "cannot find the module of the function",
+            where=path,
+            found=error_text(error),
+            expected=_FORMS,
         ) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         found = (
             f"no module {module!r}" if spec is None else f"module {module!r} without a source file"
         )
-        raise ConfigError("the hook has no Python source", where=path, found=found, expected=_FORMS)
+        raise ConfigError(
+            "the function has no Python source", where=path, found=found, expected=_FORMS
+        )
     return Path(spec.origin)
 
 
@@ -290,15 +298,16 @@ def _callable_in(module: ModuleType, name: str, path: str) -> Callable[..., Any]
         raise ConfigError(
             f"the module has no {name!r}",
             where=path,
-            found=f"module {getattr(module, '__file__', module.__name__)}",
+            found=f"no function of this name in {getattr(module, '__file__', module.__name__)}",
             expected="one of its names" + (f"; nearest: {', '.join(near)}" if near else ""),
+            do=f"write {path.removesuffix(name)}{near[0] if near else 'NAME'}",
         )
     value = getattr(module, name)
     if not callable(value):
         raise ConfigError(
-            "the hook is not callable",
+            "the path names no function",
             where=path,
-            found=type(value).__name__,
-            expected="a function",
+            found=f"{name} is a value of type {type(value).__name__}",
+            expected="a function or a class",
         )
     return value

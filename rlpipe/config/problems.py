@@ -21,6 +21,13 @@ from rlpipe.errors import ConfigError
 LONGEST_SHOWN = 200
 """Characters of a value that an error message shows."""
 
+KEY_REFERENCE = "rlpipe/config/KEYS.md"
+_LIMITS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+}
+"""Texts of pydantic → plainer texts."""
 _EXPECTED = {
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys, one of which is `type`",
@@ -28,7 +35,7 @@ _EXPECTED = {
     "float_type": "a finite number, without quotes",
     "bool_type": "true or false (yes, no, on, off and 1 are other values in YAML 1.2)",
     "finite_number": "a finite number",
-    "tuple_type": "a list: [a, b]",
+    "tuple_type": "a list, as [a, b]",
     "string_type": "a text, in quotes if it looks like a number",
 }
 """Type of a pydantic error → expected value, where pydantic's text does not say it for YAML."""
@@ -72,6 +79,7 @@ class _Problem:
     text: str
     found: object = None
     expected: list[str] = field(default_factory=list)
+    do: str | None = None
 
 
 def nearest(name: str, names: Iterable[str], at_most: int = 3) -> list[str]:
@@ -94,7 +102,11 @@ def explain(error: ValidationError, origin: Origin) -> ConfigError:
         (only,) = problems.values()
         where = f"{only.key} ({origin.of(only.key)})" if only.key else origin.of("")
         return ConfigError(
-            only.text, where=where, found=only.found, expected="; or ".join(only.expected) or None
+            only.text,
+            where=where,
+            found=only.found,
+            expected="; or ".join(only.expected) or None,
+            do=only.do,
         )
     lines = [_line(problem, origin) for problem in problems.values()]
     return ConfigError(f"{len(lines)} problems\n" + "\n".join(lines), where=origin.file)
@@ -116,9 +128,11 @@ def _problem(entry: Any) -> _Problem:
     if kind == "extra_forbidden":
         name = str(rest[0]) if rest else keys[-1]
         dotted = ".".join([*keys, name]) if rest else key
-        return _Problem(dotted, "unknown key", expected=_similar_keys(name, model))
+        similar = _similar_keys(name, model, ".".join(keys[: len(keys) if rest else -1]))
+        do = f"rename it, or remove it; {KEY_REFERENCE} lists all keys"
+        return _Problem(dotted, "unknown key", expected=similar, do=do)
     if kind == "missing":
-        return _Problem(key, "this key is needed")
+        return _Problem(key, "this key is needed", do=f"add it to the recipe ({KEY_REFERENCE})")
     if kind.startswith("union_tag"):
         tags = entry.get("ctx", {}).get("expected_tags", "")
         found = entry.get("ctx", {}).get("tag")
@@ -134,23 +148,40 @@ def _problem(entry: Any) -> _Problem:
     if expected is None:
         text = message.removeprefix("Input should be ").partition(", unable")[0]
         expected = text[:1].lower() + text[1:]
-    return _Problem(key, "not a valid value", found, [expected])
+        for limit, plain in _LIMITS.items():
+            expected = expected.replace(limit, plain)
+    return _Problem(key, "not a valid value", found, [expected], _correction(kind, entry["input"]))
+
+
+def _correction(kind: str, value: Any) -> str | None:
+    """Return what to write for a text in the place of a list or of a section with a type."""
+    if not isinstance(value, str):
+        return None
+    if kind == "model_attributes_type":
+        return f"write {{type: {value}}}"
+    return f"write [{value}]" if kind == "tuple_type" else None
 
 
 def _shown(value: Any) -> str:
-    """Return a value's repr, cut at LONGEST_SHOWN characters."""
-    text = repr(value)
+    """Return a value as in YAML, cut at LONGEST_SHOWN characters."""
+    if value is None:
+        return "null (no value)"
+    text = repr(value).lower() if isinstance(value, bool) else repr(value)
     if len(text) <= LONGEST_SHOWN:
         return text
     return f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
-def _similar_keys(name: str, model: type[BaseModel] | None) -> list[str]:
-    """Return similar keys: siblings first, then keys of the same name in other sections."""
+def _similar_keys(name: str, model: type[BaseModel] | None, section: str) -> list[str]:
+    """Return similar keys: siblings first, then keys of the same name in other sections.
+
+    `section`: dotted key of `model`.
+    """
     if model is None:
         return []
     # A key in the wrong section is as common as a typing error.
-    siblings = nearest(name, model.model_fields)
+    prefix = f"{section}." if section else ""
+    siblings = [prefix + sibling for sibling in nearest(name, model.model_fields)]
     elsewhere = [dotted for dotted in all_keys() if dotted.rpartition(".")[2] == name]
     if siblings or elsewhere:
         return [*siblings, *elsewhere][:4]

@@ -103,7 +103,8 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
         problem = getattr(error, "problem", None) or str(error)
         if problem.startswith("but "):  # PyYAML's sentence begins in its context
             problem = f"{getattr(error, 'context', '')}, {problem}"
-        do = "indent with spaces" if "'\\t'" in problem else None
+        tab = "'\\t'" in problem
+        do = "indent with spaces" if tab else "check brackets, quotes and colons of this line"
         raise ConfigError(
             "not valid YAML",
             where=f"{where}:{mark.line + 1}" if mark else where,
@@ -184,7 +185,8 @@ def _unsupported(found: str, where: str) -> ConfigError:
         "not valid YAML",
         where=where,
         found=found,
-        expected="a value of the YAML 1.2 core schema, without a tag",
+        expected="null, true, false, a number, a text, a list or a mapping",
+        do="remove the tag (!...), or put the value in quotes",
     )
 
 

@@ -92,8 +92,9 @@ class FileRows:
             raise DataError(
                 "no row of the file is in the slice" if num_rows else "the prompt file is empty",
                 where=path,
-                found=f"{num_rows} rows",
-                expected="at least one",
+                found=f"{num_rows} rows in the file",
+                expected="at least one row",
+                do="correct the slice" if num_rows else "write the prompts into the file",
             )
 
     def __len__(self) -> int:

@@ -171,8 +171,9 @@ def _value(content: dict[str, Any], key: str, setting: str, where: str) -> Any:
         raise DataError(
             f"the row has no {key!r}",
             where=where,
-            found=f"keys {', '.join(sorted(content)) or 'none'}",
-            expected=f"a value under {key!r} (prompts.{setting})",
+            found=f"columns {', '.join(sorted(content)) or 'none'}",
+            expected=f"a value in column {key!r} (prompts.{setting})",
+            do=f"set prompts.{setting} to a column of this file, or add the column to every row",
         )
     return content[key]
 

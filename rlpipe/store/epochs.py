@@ -237,12 +237,12 @@ class Epochs:
                 return Epoch(self._files, held, joined=True)
             if not stand_in:
                 raise Fenced(
-                    "the driver that started this task has ended",
+                    "the process that started this task has ended",
                     where=self._files.url(epochs_folder(branch)),
-                    found=_describe(held) if held else "no driver so far",
-                    expected="a driver with a valid lease",
+                    found=_describe(held) if held else "no process so far",
+                    expected="a process that runs the whole run",
                     do="start the run again (or Retry its flow run), and it starts this task "
-                    "again; Retry on this task runs it without a driver",
+                    "again; or press Retry on this task to run it alone",
                 )
             epoch = None
             with suppress(Fenced):  # another process was faster: join that one
@@ -257,8 +257,8 @@ class Epochs:
         end = held.until + timedelta(seconds=allowed_s)
         where = self._files.url(epoch_path(held.branch, held.epoch))
         found = (
-            f"{_describe(held)}; its lease, last renewed {held.renewed}, ends at "
-            f"{end:%H:%M:%S} UTC unless renewed"
+            f"{_describe(held)}; last sign of life {held.renewed}, counts as dead at "
+            f"{end:%H:%M:%S} UTC without another one"
         )
         if held.branch == COLLECTOR:
             return Fenced(
@@ -269,13 +269,12 @@ class Epochs:
                 "then start again",
             )
         return Fenced(
-            "another driver runs this branch",
+            f"the run {held.branch} is running in another process",
             where=where,
             found=found,
-            expected="no driver, or one that is dead, finished, or silent for its whole lease",
-            do=f"stop it, or wait until it ends (a dead one blocks for {left_s:.0f} s more); to "
-            "replace it while it runs, start again with --takeover; or give the new run another "
-            "name: --run NAME",
+            expected="one process at a time for each run",
+            do=f"end that process, or wait (a dead one blocks for {left_s:.0f} s more); or replace "
+            "it now with --takeover; or start a run of another name with --run NAME",
         )
 
 
@@ -323,12 +322,11 @@ class Epoch:
         if self.lost is None and self._files.exists(path):
             newer = read_lease(self._files, path)
             self.lost = Fenced(
-                "another driver has taken over this branch",
+                "another process has taken over this run",
                 where=self._files.url(path),
                 found=_describe(newer),
-                expected=f"no epoch after {self.number}, the epoch of this driver",
-                do="leave the branch to the new driver, or stop that driver and start this one "
-                "again",
+                expected=f"no epoch after {self.number}, that of this process",
+                do="let the other process run, or end it and start this run again",
             )
         if self.lost is not None:
             raise self.lost
@@ -344,10 +342,10 @@ class Epoch:
         held = Epochs(self._files).newest(self._lease.branch)
         if held is not None and held.epoch == self.number and held.expired(SKEW_S):
             raise Fenced(
-                "the driver of this task has ended",
+                "the process that started this task has ended",
                 where=self._files.url(epoch_path(self._lease.branch, self.number)),
                 found=_describe(held),
-                expected="a renewed lease",
+                expected="a process that is alive",
                 do="start the run again, or press Retry on its flow run",
             )
 
@@ -445,4 +443,4 @@ def read_lease(files: Files, path: str) -> Lease:
 
 def _describe(lease: Lease) -> str:
     holder = lease.holder
-    return f"epoch {lease.epoch}: process {holder.pid} on {holder.host} since {lease.since}"
+    return f"process {holder.pid} on {holder.host} since {lease.since} (epoch {lease.epoch})"

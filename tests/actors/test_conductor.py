@@ -116,7 +116,7 @@ async def test_an_older_driver_of_the_run_is_refused_after_a_newer_one_opened_th
         conductor.open(FIRST, spec(tmp_path)),
         conductor.close(FIRST),
     ):
-        with pytest.raises(Fenced, match="another driver uses the cluster's actors") as caught:
+        with pytest.raises(Fenced, match="another process uses the actors") as caught:
             await refused
         assert caught.value.found == "run run in epoch 2"
     assert await calls_of_ranks(conductor, SECOND) == [[], []]

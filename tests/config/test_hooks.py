@@ -61,19 +61,19 @@ def test_a_dataclass_in_a_hook_file_works(tmp_path):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("{dir}/mone.py:reward", "cannot read the hook's file[\\s\\S]*mine.py"),
+        ("{dir}/mone.py:reward", "cannot read the file of the function[\\s\\S]*mine.py"),
         ("{dir}/mine.py:rewrad", "no 'rewrad'[\\s\\S]*nearest: reward"),
-        ("{dir}/mine.py:NUMBER", "not callable"),
-        ("{dir}/broken.py:reward", "cannot import the hook's file[\\s\\S]*SyntaxError"),
+        ("{dir}/mine.py:NUMBER", "names no function"),
+        ("{dir}/broken.py:reward", "cannot import the file[\\s\\S]*SyntaxError"),
         (
             "{dir}/lonely.py:reward",
-            "cannot import the hook's (file|module)[\\s\\S]*no_such_package",
+            "cannot import the (file|module)[\\s\\S]*no_such_package",
         ),
         ("{dir}/empty.py", "0 public functions: none"),
         ("json.dumsp", "no 'dumsp'[\\s\\S]*nearest: dump, dumps"),
         (
             "no_such_package.reward",
-            "cannot import the hook's (file|module)[\\s\\S]*no_such_package",
+            "cannot import the (file|module)[\\s\\S]*no_such_package",
         ),
         ("reward", "not the path of a function"),
         ("", "not the path of a function"),

@@ -64,7 +64,9 @@ def refused(
 
     def run(*arguments: str, recipe: str | Path = folder / "small.yaml") -> str:
         monkeypatch.setattr(train, "drive", lambda _: 0)
-        monkeypatch.setattr(sys, "argv", ["tools.train", "--recipe", str(recipe), *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["tools.train", "--quiet", "--recipe", str(recipe), *arguments]
+        )
         assert train.main() == 2
         output = capsys.readouterr()
         assert output.out == ""
@@ -88,18 +90,19 @@ def test_the_unchanged_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, folder: 
     monkeypatch.setattr(train, "drive", lambda _: 0)
     monkeypatch.setattr(sys, "argv", ["tools.train", "--recipe", str(folder / "small.yaml")])
     assert train.main() == 0
-    assert not home().exists()
+    # The times of waits, which the next start shows; nothing of a run.
+    assert [path.name for path in home().iterdir()] == [".waits.json"]
 
 
 OVERRIDES: Mapping[str, Words] = {
     # Texts where numbers and switches belong.
-    "num_rollout=true": ("num_rollout", "True", "whole number"),
+    "num_rollout=true": ("num_rollout", "found:    true", "whole number"),
     "num_rollout=1e3": ("num_rollout", "1000.0", "whole number"),
     "num_rollout='5'": ("num_rollout", "'5'", "whole number"),
     "num_rollout=5.5": ("num_rollout", "5.5", "whole number"),
     "num_rollout=1_000": ("num_rollout", "'1_000'", "whole number"),
     "num_rollout=1,000": ("num_rollout", "'1,000'", "whole number"),
-    "num_rollout=": ("num_rollout", "None", "whole number"),
+    "num_rollout=": ("num_rollout", "null", "whole number"),
     "num_rollout=2026-11-23": ("num_rollout", "2026-11-23", "whole number"),
     "num_rollout=-1": ("num_rollout", "-1", "0"),
     "num_rollout=100000000000": ("num_rollout", "100000000000", "99999999"),
@@ -111,7 +114,7 @@ OVERRIDES: Mapping[str, Words] = {
     "train.optimizer.lr='1e-5'": ("train.optimizer.lr", "'1e-5'", "a finite number"),
     "train.optimizer.lr=1e-5f": ("train.optimizer.lr", "'1e-5f'", "a finite number"),
     "train.optimizer.lr=1,5": ("train.optimizer.lr", "'1,5'", "a finite number"),
-    "train.optimizer.lr=true": ("train.optimizer.lr", "True", "a finite number"),
+    "train.optimizer.lr=true": ("train.optimizer.lr", "found:    true", "a finite number"),
     "train.optimizer.lr=1e308": ("train.optimizer.lr", "1e+308"),
     "train.optimizer.lr=1e5": ("train.optimizer.lr", "100000", "10"),
     "train.optimizer.lr=-1e-6": ("train.optimizer.lr", "-1e-06"),
@@ -134,7 +137,7 @@ OVERRIDES: Mapping[str, Words] = {
     "rollout.rollout_stop=['']": ("rollout.rollout_stop", "empty"),
     "rollout.rollout_stop=STOP": ("rollout.rollout_stop", "'STOP'", "list"),
     "rollout.rollout_stop_token_ids=[-1]": ("rollout.rollout_stop_token_ids", "-1"),
-    "rollout.rollout_stop_token_ids=[true]": ("rollout.rollout_stop_token_ids", "True"),
+    "rollout.rollout_stop_token_ids=[true]": ("rollout.rollout_stop_token_ids", "found:    true"),
     "rollout.rollout_stop_token_ids=[99, 100]": ("rollout.rollout_stop_token_ids", "100", "99"),
     "rollout.rollout_stop_token_ids=[4294967297]": ("rollout.rollout_stop_token_ids", "4294967297"),
     "rollout.rollout_max_context_len=0": ("rollout.rollout_max_context_len", "0"),
@@ -148,7 +151,7 @@ OVERRIDES: Mapping[str, Words] = {
     "data.rollout_max_prompt_len=-5": ("data.rollout_max_prompt_len", "-5"),
     "data.num_data_workers=1000000": ("data.num_data_workers", "1000000"),
     "reward.workers=99999": ("reward.workers", "99999"),
-    "reward.on_error=true": ("reward.on_error", "True"),
+    "reward.on_error=true": ("reward.on_error", "found:    true"),
     "reward.timeout_s=1e300": ("reward.timeout_s", "1e+300"),
     "train.timeout_s=1000000000": ("train.timeout_s", "1e+09", "seconds"),
     "async_buffer_size=1000000000": ("async_buffer_size", "1000000000", "10000"),
@@ -189,7 +192,7 @@ OVERRIDES: Mapping[str, Words] = {
     "run=''": ("run", "''"),
     "run=" + "a" * 101: ("run", "100"),
     "run=12": ("run", "12", "quotes"),
-    "run=null": ("run", "None", "text"),
+    "run=null": ("run", "null", "text"),
     "run=лекция": ("run", "\\u043b"),
     "resources.cluster=../elsewhere": ("resources.cluster", "../elsewhere"),
     "resources.cluster=store": ("resources.cluster", "store"),
@@ -218,7 +221,7 @@ OVERRIDES: Mapping[str, Words] = {
     "=1": ("=1", "dotted.key=value"),
     "x": ("x", "dotted.key=value"),
     ".run=1": (".run=1", "dotted.key=value"),
-    "rollout=": ("rollout", "None", "keys"),
+    "rollout=": ("rollout", "null", "keys"),
     "rollout.rollout_stop=[a": ("rollout.rollout_stop", "YAML"),
     "rollout.rollout_stop='a": ("rollout.rollout_stop", "YAML"),
     "train.optimizer=1": ("train.optimizer", "1", "keys"),
@@ -310,7 +313,7 @@ RECIPES: Mapping[str, tuple[Callable[[bytes], bytes], Words]] = {
     "UTF-16": (lambda recipe: recipe.decode().encode("utf-16"), ("small.yaml", "UTF-16", "UTF-8")),
     "Latin-1": (lambda recipe: recipe + "# größe\n".encode("latin-1"), ("small.yaml", "UTF-8")),
     "a list": (lambda _: b"- num_rollout: 3\n", ("small.yaml", "list")),
-    "a text": (lambda _: b"num_rollout\n", ("small.yaml", "str", "key: value")),
+    "a text": (lambda _: b"num_rollout\n", ("small.yaml", "a text", "key: value")),
     "nothing": (lambda _: b"", ("small.yaml", "nothing", "key: value")),
     "JSON with a comma too many": (lambda _: b'{"num_rollout": 3,, "run": "x"}', ("small.yaml:1",)),
     "a comment of 50 MB": (
@@ -646,7 +649,7 @@ def test_the_recipe_of_a_warm_start_is_checked_too(refused: Callable[..., str], 
     ("arguments", "words"),
     [
         (["run=store"], ("run", "store")),
-        (["num_rollout=true"], ("num_rollout", "True")),
+        (["num_rollout=true"], ("num_rollout", "found:    true")),
         (["store.root=/dev/null"], ("store.root", "/dev/null")),
         (["--home", "{folder}/train.jsonl"], ("--home", "train.jsonl")),
         (["warm_start=../../etc/passwd"], ("warm_start", "../../etc/passwd")),

@@ -86,13 +86,13 @@ def test_an_unknown_key_names_its_line_and_the_nearest_key(recipe):
     recipe.write_text(RECIPE.replace("    lr:", "    learning_rate: 1\n    lrr:"))
     message = str(refused(recipe))
     assert f"train.optimizer.learning_rate ({recipe}:13): unknown key" in message
-    assert f"train.optimizer.lrr ({recipe}:14): unknown key; expected lr" in message
+    assert f"train.optimizer.lrr ({recipe}:14): unknown key; expected train.optimizer.lr" in message
 
 
 def test_an_unknown_key_of_an_override_names_the_override(recipe):
     error = refused(recipe, "train.optimiser.lr=1")
     assert error.where == "train.optimiser (override train.optimiser.lr=1)"
-    assert error.expected == "optimizer"
+    assert error.expected == "train.optimizer"
 
 
 def test_the_error_of_a_misplaced_key_names_the_section_that_has_it(recipe):
@@ -106,7 +106,7 @@ def test_the_error_of_a_misplaced_key_names_the_section_that_has_it(recipe):
 def test_keys_inside_a_variant_are_named_without_the_variants_tag(recipe):
     error = refused(recipe, "data.prompts.pathz=[a]")
     assert error.where == "data.prompts.pathz (override data.prompts.pathz=[a])"
-    assert error.expected == "paths"
+    assert error.expected == "data.prompts.paths"
 
 
 def test_the_error_of_an_unknown_variant_lists_the_known_ones(recipe):
@@ -118,7 +118,26 @@ def test_the_error_of_an_unknown_variant_lists_the_known_ones(recipe):
 def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):
     error = refused(recipe, "rollout.rollout_batch_size=0")
     assert error.where == "rollout.rollout_batch_size (override rollout.rollout_batch_size=0)"
-    assert (error.found, error.expected) == ("0", "greater than or equal to 1")
+    assert (error.found, error.expected) == ("0", "at least 1")
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "do"),
+    [
+        ("reward.function=math", "'math'", "write {type: math}"),
+        ("rollout.rollout_stop=STOP", "'STOP'", "write [STOP]"),
+        ("num_rollout=", "null (no value)", None),
+        ("num_rollout=true", "true", None),
+    ],
+)
+def test_the_error_of_a_wrong_value_shows_yaml(recipe, override: str, found: str, do: str | None):
+    error = refused(recipe, override)
+    assert (error.found, error.do) == (found, do)
+
+
+def test_a_missing_key_is_named_with_the_reference(recipe):
+    recipe.write_text(RECIPE.replace("num_rollout: ", "num_rollouts: "))
+    assert "num_rollout (" in str(refused(recipe))
 
 
 def test_a_wrong_value_of_a_union_is_one_problem(recipe):

@@ -55,7 +55,7 @@ def test_fsspec_urls_are_read(tmp_path):
     [
         ("{not json", r"not JSON"),
         ("[1, 2]", r"not a JSON object"),
-        ({"text": "x", "label": "1"}, r"no 'prompt'[\s\S]*keys label, text[\s\S]*input_key"),
+        ({"text": "x", "label": "1"}, r"no 'prompt'[\s\S]*columns label, text[\s\S]*input_key"),
         ({"prompt": "x"}, r"no 'label'[\s\S]*label_key"),
         ({"prompt": None, "label": "1"}, r"no 'prompt'"),
         ({"prompt": "", "label": "1"}, r"not a prompt"),

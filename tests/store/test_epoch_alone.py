@@ -43,7 +43,7 @@ def test_no_driver_starts_continues_or_stands_in_during_a_collection(files: File
 @pytest.mark.parametrize("stand_in", [False, True])
 def test_no_collection_starts_while_a_driver_is_active(files: Files, stand_in: bool):
     driver = Epochs(files).acquire("run", stand_in=stand_in)
-    with refused("another driver runs this branch"), Epochs(files).exclusive():
+    with refused("is running in another process"), Epochs(files).exclusive():
         pass
     driver.renew()
     assert Epochs(files).acquire("other").number == 1, (
@@ -86,7 +86,7 @@ def test_a_suspended_driver_is_refused_after_a_collection(
     later(45.0)
     with Epochs(local_files).exclusive():
         pass
-    with refused("another driver has taken over"):
+    with refused("another process has taken over"):
         asleep.check()
 
 
@@ -97,7 +97,7 @@ def test_a_suspended_collector_removes_nothing_after_a_driver_started(
         own.check()
         later(epochs.LEASE_S + 1)
         driver = Epochs(local_files).acquire("run")
-        with refused("another driver has taken over"):
+        with refused("another process has taken over"):
             own.check()
         driver.check()
     assert Epochs(local_files).acquire("another").number == 1

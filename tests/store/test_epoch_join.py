@@ -35,7 +35,7 @@ def test_a_join_without_an_active_driver_becomes_a_stand_in(local_files: Files):
     assert (joined.number, joined.joined) == (2, False)
     second = Epochs(local_files).join("run", stand_in=True)
     assert (second.number, second.joined) == (2, True)
-    with refused("another driver runs this branch"):
+    with refused("is running in another process"):
         Epochs(local_files).acquire("run", stand_in=True)
 
 
@@ -46,7 +46,7 @@ def test_after_a_takeover_an_older_joined_epoch_may_not_commit_and_a_newer_one_m
     zombie = Epochs(local_files).join("run", stand_in=True)
     commits.commit(a_commit(0, zombie.number), fence=zombie.check)
     replacing = Epochs(local_files).acquire("run", takeover=True)
-    with pytest.raises(Fenced, match="another driver has taken over this branch"):
+    with pytest.raises(Fenced, match="another process has taken over this run"):
         commits.commit(a_commit(1, zombie.number), fence=zombie.check)
     assert commits.newest("run") == commits.read("run", 0)
     with pytest.raises(Fenced):
@@ -70,13 +70,13 @@ def test_a_driver_replaces_a_stand_in_without_waiting(local_files: Files):
     assert other.joined
     driver = Epochs(local_files).acquire("run")
     assert driver.number == stand_in.number + 1
-    with pytest.raises(Fenced, match="another driver has taken over"):
+    with pytest.raises(Fenced, match="another process has taken over"):
         stand_in.check()
 
 
 def test_resources_of_an_ended_driver_are_left_to_the_next_driver(local_files: Files):
-    with pytest.raises(Fenced, match="the driver that started this task has ended"):
+    with pytest.raises(Fenced, match="the process that started this task has ended"):
         Epochs(local_files).join("run", stand_in=False)
     Epochs(local_files).acquire("run").release()
-    with pytest.raises(Fenced, match="the driver that started this task has ended"):
+    with pytest.raises(Fenced, match="the process that started this task has ended"):
         Epochs(local_files).join("run", stand_in=False)

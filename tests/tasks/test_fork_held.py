@@ -47,7 +47,7 @@ def test_garbage_collection_is_refused_while_a_fork_saves_its_checkpoint(
         files: Files, config: RunConfig, origin: Commit, state: str, home: Path
     ) -> str:
         with (
-            pytest.raises(Fenced, match="another driver runs this branch"),
+            pytest.raises(Fenced, match="is running in another process"),
             Epochs(files).exclusive(),
         ):
             pass

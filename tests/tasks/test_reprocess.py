@@ -47,10 +47,10 @@ async def test_an_open_branch_refuses_other_processes_and_garbage_collection(
     files: Files, config: RunConfig, tmp_path: Path
 ):
     async with opening(files, config, tmp_path):
-        with pytest.raises(Fenced, match="another driver runs this branch"):
+        with pytest.raises(Fenced, match="is running in another process"):
             await opening(files, config, tmp_path).__aenter__()
         with (
-            pytest.raises(Fenced, match="another driver runs this branch"),
+            pytest.raises(Fenced, match="is running in another process"),
             Epochs(files).exclusive(),
         ):
             pass

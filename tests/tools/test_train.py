@@ -108,7 +108,8 @@ def test_a_valid_recipe_is_run_with_the_given_options(command: Command, driven: 
     (arguments,) = driven
     assert (arguments.recipe, arguments.run) == (str(place / "small.yaml"), "mine")
     assert arguments.overrides == ["num_rollout=5", "train.optimizer.lr=1e-5"]
-    assert not home().exists()
+    # The times of waits, which the next start shows; nothing of a run.
+    assert [path.name for path in home().iterdir()] == [".waits.json"]
 
 
 @pytest.mark.parametrize("before", [[], ["--run", "mine"], ["--takeover"]])
@@ -138,17 +139,17 @@ def test_a_key_without_effect_is_printed(
 
 def test_the_error_of_a_misspelt_key_names_line_and_nearest_key(refused: Callable, place: Path):
     override = "train.optimizer.lrr=1e-5"
-    printed = (
-        f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n  expected: lr\n"
+    assert refused([override]).startswith(
+        f"ConfigError: train.optimizer.lrr (override {override}): unknown key\n"
+        "  expected: train.optimizer.lr\n"
+        "  do:       rename it"
     )
-    assert refused([override]) == printed
     recipe = place / "small.yaml"
     recipe.write_text(
         recipe.read_text().replace("num_rollout: 3", "num_rollout: 3\nnum_rolouts: 4")
     )
-    assert (
-        refused() == f"ConfigError: num_rolouts ({recipe}:2): unknown key\n"
-        "  expected: num_rollout; or rollout\n"
+    assert refused().startswith(
+        f"ConfigError: num_rolouts ({recipe}:2): unknown key\n  expected: num_rollout; or rollout\n"
     )
 
 

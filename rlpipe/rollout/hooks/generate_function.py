@@ -35,7 +35,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rlpipe.config.hooks import GENERATE_NAMES, accepts_keyword, check_call, load_hook
+from rlpipe.config.hooks import (
+    GENERATE_NAMES,
+    accepts_keyword,
+    check_call,
+    error_with_line,
+    load_hook,
+)
 from rlpipe.errors import ConfigError, HookError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, GroupFailed, planned_sample
 from rlpipe.rollout.hooks.journal import Journal
@@ -364,12 +370,14 @@ class SampleHooks:
                 answer = await call_hook(hook, args, sample, **keywords)
             except Exception as error:  # a hook may raise any exception; its row gets it
                 raise HookError(
-                    "the sample hook failed", where=where, found=f"{type(error).__name__}: {error}"
+                    "the function of rollout.rollout_sample_hook_path failed",
+                    where=where,
+                    found=error_with_line(error),
                 ) from error
             sample = sample if answer is None else answer
             if not isinstance(sample, Sample):
                 raise HookError(
-                    "the sample hook returned another type",
+                    "the function of rollout.rollout_sample_hook_path returned another type",
                     where=where,
                     found=type(sample).__name__,
                     expected="Sample or None",
