@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from flows.derived_runs import fork_run
@@ -33,7 +35,9 @@ def main() -> int:
     }
     try:
         use_home(arguments.home)
-        config, _ = fork_run(home(), **parameters)
+        # The flow writes the recipe files that stay: here they are only read.
+        with TemporaryDirectory() as folder:
+            config, _ = fork_run(home(), **parameters, recipes=Path(folder))
         if arguments.dump_config:
             print(dump(config.model_dump(mode="json")), end="")
             return 0

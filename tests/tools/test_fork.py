@@ -41,6 +41,7 @@ def test_dump_config_prints_the_configuration_of_the_fork(
         == 0
     )
     output = capsys.readouterr().out
+    assert not (home / "hotter").exists()
     assert "run: hotter" in output
     assert "rollout_temperature: 1.2" in output
     assert "fork_from:\n  branch: run\n  iteration: 0" in output
