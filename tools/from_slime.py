@@ -1,11 +1,13 @@
 """Convert a launch script of slime, or its arguments, to a recipe.
 
     rlpipe from-slime run-qwen3-4B.sh -o my_run.yaml
-    rlpipe from-slime run-qwen3-235B-A22B.sh BASE_FOLDER=/data MASTER_ADDR=10.0.0.1
+    rlpipe from-slime run-qwen3-235B-A22B.sh BASE_FOLDER=/data MASTER_ADDR=10.0.0.1 --num-rollout 9
     rlpipe from-slime ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
 
 The recipe has each value that differs from rlpipe's defaults, with the flag that it comes from.
 Notes on flags that act differently go to standard error, and the command that trains the recipe.
+Flags after the script replace its own. `--num-epoch` counts the prompts, so their file must be on
+this machine; `--num-rollout` replaces it.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ def words_of(words: list[str]) -> tuple[str, list[str]]:
     if not words or words[0].startswith("-"):
         return "arguments of slime", words
     script, *rest = words
+    first = next((n for n, word in enumerate(rest) if word.startswith("-")), len(rest))
+    rest, more = rest[:first], rest[first:]
     if wrong := [word for word in rest if not VARIABLE.match(word)]:
         raise ConfigError(
             "not a variable of the script",
@@ -61,7 +65,7 @@ def words_of(words: list[str]) -> tuple[str, list[str]]:
             expected=f"NAME=VALUE after {script}",
         )
     variables = dict(word.split("=", 1) for word in rest)
-    return Path(script).name, train_words(Path(script), variables)
+    return Path(script).name, [*train_words(Path(script), variables), *more]
 
 
 def recipe_of(flags: ParsedFlags, source: str) -> str:

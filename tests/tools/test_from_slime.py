@@ -52,12 +52,19 @@ def test_a_script_becomes_the_recipe_of_its_arguments(command: Command, tmp_path
     assert (tmp_path / "new.yaml").read_text().startswith("# Converted from run.sh by")
 
 
+def test_flags_after_the_script_replace_its_own(command: Command, tmp_path: Path):
+    (tmp_path / "run.sh").write_text(f"python3 train.py {' '.join(FLAGS)} --num-epoch 2\n")
+    assert command("run.sh", "X=1", "--num-rollout", "7", "--lr", "2e-6", "-o", "new.yaml") == 0
+    config = load_run("new.yaml")
+    assert (config.num_rollout, config.train.optimizer.lr) == (7, 2e-6)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ((), "nothing to train"),
         (("none.sh",), "the launch script does not exist"),
-        (("none.sh", "--lr"), "not a variable of the script"),
+        (("none.sh", "lr"), "not a variable of the script"),
         (("--lr", "x"), "not a value of this flag"),
         ((*FLAGS, "-o", "new.txt"), "not the name of a recipe"),
         ((*FLAGS, "-o", "none/new.yaml"), "cannot write the recipe"),

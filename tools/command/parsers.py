@@ -415,9 +415,9 @@ def from_slime() -> argparse.ArgumentParser:
     parser = _parser(
         "from-slime",
         "Convert a launch script of slime, or its arguments, to a recipe.",
-        usage="%(prog)s [-o FILE] (SCRIPT [NAME=VALUE ...] | --hf-checkpoint ... flags of slime)",
-        epilog="NAME=VALUE sets a shell variable of the script, such as MODEL_SIZE=4B. "
-        "The script is read, not run.",
+        usage="%(prog)s [-o FILE] ([SCRIPT [NAME=VALUE ...]] [flags of slime])",
+        epilog="NAME=VALUE sets a shell variable of the script, such as MODEL_SIZE=4B. Flags after "
+        "the script replace its own, such as --num-rollout 9. No program of the script is started.",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the recipe to this file (default: print it)"
