@@ -7,6 +7,8 @@ config). Needs no network. The tiny model has random weights.
 from __future__ import annotations
 
 import importlib.util
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -144,9 +146,12 @@ def make_smollm2(directory: str) -> None:
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.pad_token = "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=SMOLLM2_FILE, dtype=torch.float32
-    )
+    disable_progress_bar()
+    # transformers draws another bar for GGUF files, which no setting turns off.
+    with redirect_stderr(StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=SMOLLM2_FILE, dtype=torch.float32
+        )
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.eos_token_id
