@@ -159,27 +159,27 @@ def _sample(
     device: str,
     config: EngineConfig,
 ) -> tuple[list[Generation], tuple[float, float]]:
-    logs = Path(tempfile.mkdtemp(prefix="routing-"))
     keep = {"port": None, "seed": 0, "weight_version": "made@0@first", "names_experts": True}
-    server = Server(
-        model_dir,
-        config,
-        ResourcesConfig(),
-        dtype=_dtype(device),
-        log_path=logs / "engine.log",
-        **keep,
-    )
-    router = Router(config, port=None, log_path=logs / "router.log")
-    try:
-        server.start()
-        router.start()
-        server.wait_ready(START_S)
-        router.wait_ready(START_S)
-        router.add(server.url)
-        return asyncio.run(_generate(router.url, server.url, model, prompts, tokens))
-    finally:
-        server.stop()
-        router.stop()
+    with tempfile.TemporaryDirectory(prefix="routing-") as logs:
+        server = Server(
+            model_dir,
+            config,
+            ResourcesConfig(),
+            dtype=_dtype(device),
+            log_path=Path(logs) / "engine.log",
+            **keep,
+        )
+        router = Router(config, port=None, log_path=Path(logs) / "router.log")
+        try:
+            server.start()
+            router.start()
+            server.wait_ready(START_S)
+            router.wait_ready(START_S)
+            router.add(server.url)
+            return asyncio.run(_generate(router.url, server.url, model, prompts, tokens))
+        finally:
+            server.stop()
+            router.stop()
 
 
 async def _generate(

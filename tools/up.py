@@ -338,10 +338,13 @@ def status_text(servers: LocalServers) -> str:
         demo = load_site(declared if declared.exists() else None).deployment_name("spell_backward")
         lines += [
             "",
+            "start a run:",
             f"  . {servers.folder / 'env'}",
             f"  {shown_prefect()} deployment run train/{demo}",
+            f"watch it: {servers.url('prefect')}",
+            f"logs: {servers.folder}/*.log",
+            "end the servers: make down (or rlpipe down)",
         ]
-        lines += [f"  Prefect UI: {servers.url('prefect')}   logs: {servers.folder}/*.log"]
     return "\n".join(lines)
 
 
