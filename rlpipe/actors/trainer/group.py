@@ -58,6 +58,8 @@ class TrainerGroup:
         self.ranks = [start(rank) for rank in range(world_size + critic_ranks)]
         self._spec: TrainerSpec | None = None
         self._broken = False
+        self._answered = False
+        """True once all ranks have answered, which needs the imports of their processes."""
 
     @classmethod
     def of(cls, start: Start, resources: ResourcesConfig) -> TrainerGroup:
@@ -261,7 +263,11 @@ class TrainerGroup:
 
     async def _statuses(self) -> list[dict[str, Any]]:
         refs = [rank.status.options(concurrency_group=STATUS).remote() for rank in self.ranks]
-        return await gather(refs, where="trainer.status", deadline_s=STATUS_TIMEOUT_S)
+        # New processes import torch and Megatron first: minutes on a busy machine or a slow disk.
+        deadline_s = STATUS_TIMEOUT_S if self._answered else self._start_timeout_s
+        statuses = await gather(refs, where="trainer.status", deadline_s=deadline_s)
+        self._answered = True
+        return statuses
 
     async def restart(self) -> None:
         """Replace all ranks by blank ones."""
@@ -272,6 +278,7 @@ class TrainerGroup:
             lambda: [self._start(rank) for rank in range(num_ranks)]
         )
         self._broken = False
+        self._answered = False
 
     def kill(self) -> None:
         """Kill all ranks at once."""

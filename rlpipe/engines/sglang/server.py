@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -210,6 +211,9 @@ def _device() -> Device:
 
     Raises: ConfigError if the machine has a GPU and SGLang is installed without GPU support.
     """
+    # torch of a CPU environment finds no GPU, and importing it takes 2 s.
+    if metadata.version("torch").endswith("+cpu"):
+        return "cpu"
     import torch
 
     if not torch.cuda.is_available():

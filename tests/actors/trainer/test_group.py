@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -329,3 +329,23 @@ async def test_setup_waits_for_a_push_of_a_dead_caller_also_with_a_critic(
     assert await with_critic.held() == "a"
     assert await ask(with_critic, "pid") == pids
     await pushing
+
+
+async def test_a_rank_that_has_never_answered_has_the_time_of_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Imports of a new rank took longer than a minute on a busy machine, and it was killed."""
+    deadlines: list[float] = []
+
+    async def answer(refs: list[Any], *, where: str, deadline_s: float) -> list[Any]:
+        deadlines.append(deadline_s)
+        return [{"deterministic": None, "ready": True, "dirty": False, "held": "a"} for _ in refs]
+
+    monkeypatch.setattr(trainer_group, "gather", answer)
+    status = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: None))
+    group = TrainerGroup(
+        lambda _: cast("Any", SimpleNamespace(status=status)), 1, start_timeout_s=9
+    )
+    await group.held()
+    await group.held()
+    assert deadlines == [9, trainer_group.STATUS_TIMEOUT_S]

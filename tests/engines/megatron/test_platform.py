@@ -72,3 +72,30 @@ def test_every_module_imports_the_platform_before_megatron(file):
     ]
     safe = [i for i, name in enumerate(names) if "rlpipe.engines.megatron" in name]
     assert not theirs or (safe and safe[0] < theirs[0])
+
+
+def test_retargeted_code_is_cached_until_the_source_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    compiled: list[bytes] = []
+    original = platform._retargeted
+
+    def retargeted(source: bytes, path: str):
+        compiled.append(source)
+        return original(source, path)
+
+    monkeypatch.setattr(platform, "_retargeted", retargeted)
+    (tmp_path / "__pycache__").mkdir()
+    path = str(tmp_path / "module.py")
+
+    def device(source: bytes) -> str:
+        names: dict[str, str] = {}
+        exec(platform._cached(source, path), names)
+        return names["device"]
+
+    assert [device(b"device = 'cuda'"), device(b"device = 'cuda'")] == ["cpu", "cpu"]
+    assert len(compiled) == 1
+    assert device(b"device = 'cuda' + ':0'") == "cpu:0"
+    (file,) = (tmp_path / "__pycache__").iterdir()
+    file.write_bytes(file.read_bytes()[:-3])
+    assert device(b"device = 'cuda' + ':0'") == "cpu:0"
+    assert len(compiled) == 3

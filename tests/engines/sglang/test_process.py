@@ -181,6 +181,7 @@ def test_an_environment_for_cpus_is_refused_on_a_machine_with_a_gpu(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
     """Without its kernels SGLang's server would end with an ImportError deep in a log."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cu130")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     arguments = {"dtype": "float32", "port": None, "log_path": tmp_path / "log", "seed": 1}
