@@ -35,12 +35,14 @@ from rlpipe.actors.ray.access import BEYOND_THIS_MACHINE
 from rlpipe.actors.ray.access import settings as ray_settings
 from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ResourceError, RlpipeError
+from rlpipe.system import leftovers
 from tools.command import parsers
 from tools.local_prefect import SETTINGS, answers, free_port, listens
 from tools.local_servers import BUCKET, LocalServers, exclusive
 from tools.s3_server import PORTS, S3Server, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
+SESSION_OPTION = "--session-dir="
 NAMES = ("s3", "prefect", "ray", "worker")
 """In starting order; `down` uses the opposite order."""
 BEGINNING_S = 5.0
@@ -163,6 +165,24 @@ def start_ray(servers: LocalServers) -> None:
         "ray",
         lambda: subprocess.run(**status, capture_output=True, check=False).returncode == 0,
     )
+    head = servers.running("ray")
+    if head is not None:
+        leftovers.sweep()
+        leftovers.record(head.pid, *session_folders(head))
+
+
+def session_folders(head: psutil.Process) -> set[Path]:
+    """Return the folder of the session of a Ray head, from the command lines of its processes."""
+    folders = set()
+    with suppress(psutil.Error):
+        for process in head.children(recursive=True):
+            with suppress(psutil.Error):
+                folders |= {
+                    Path(word.removeprefix(SESSION_OPTION))
+                    for word in process.cmdline()
+                    if word.startswith(SESSION_OPTION)
+                }
+    return folders
 
 
 def start_worker(servers: LocalServers, pool: str) -> None:
@@ -298,7 +318,9 @@ def running_flow_runs(servers: LocalServers) -> dict[str, psutil.Process]:
 def down(servers: LocalServers) -> list[str]:
     """End runs with SIGTERM, then the servers; return the names of ended servers."""
     _end([*running_flow_runs(servers).values()])
-    return [name for name in reversed(NAMES) if end(servers, name)]
+    ended = [name for name in reversed(NAMES) if end(servers, name)]
+    leftovers.sweep()
+    return ended
 
 
 def end(servers: LocalServers, name: str) -> bool:

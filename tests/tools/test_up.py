@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,16 @@ from rlpipe.errors import ResourceError
 from tools import up
 from tools.local_prefect import free_port
 from tools.local_servers import LocalServers, exclusive
-from tools.up import down, end_if_outdated, listens_itself, start, start_s3, status_text, wait
+from tools.up import (
+    down,
+    end_if_outdated,
+    listens_itself,
+    session_folders,
+    start,
+    start_s3,
+    status_text,
+    wait,
+)
 
 PAUSES = "import signal; signal.pause()"
 SLEEPS = [
@@ -261,3 +271,15 @@ def test_the_printed_command_of_prefect_exists_in_any_folder(
     assert Path(up.shown_prefect()).is_file()
     monkeypatch.chdir(Path(sys.executable).parents[2])
     assert not Path(up.shown_prefect()).is_absolute() and Path(up.shown_prefect()).is_file()
+
+
+def test_the_session_of_a_ray_head_is_found_in_the_command_lines_of_its_processes(tmp_path: Path):
+    child = f"[sys.executable, '-c', 'input()', '--session-dir={tmp_path}/session_1']"
+    source = f"import subprocess, sys; subprocess.run({child})"
+    head = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE)
+    deadline_s = time.monotonic() + 30
+    while not (found := session_folders(psutil.Process(head.pid))):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    head.communicate(b"\n")
+    assert found == {tmp_path / "session_1"}
