@@ -44,6 +44,14 @@ SETTINGS = {
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D",
 }
 
+OWN_SERVER = {
+    # They act on deployments and work pools, which a server that ends with its run has none of.
+    "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
+}
+"""Further settings of the server that a run starts. `make up` starts its server without them."""
+
 
 @contextmanager
 def local_prefect(home: Path) -> Iterator[str]:
@@ -156,7 +164,7 @@ def _start(folder: Path, url: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             # -P: a package `tools` of the current folder must not hide ours.
             [sys.executable, "-P", "-m", *command],
-            env={**os.environ, "PREFECT_UI_API_URL": f"{url}/api"},
+            env={**OWN_SERVER, **os.environ, "PREFECT_UI_API_URL": f"{url}/api"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ResourceError
-from tools.local_prefect import listens, local_prefect, url_of_profile
+from tools.local_prefect import _start, listens, local_prefect, url_of_profile
 
 LISTENS = (
     "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
@@ -139,3 +139,17 @@ def _answer(server: socket.socket, what: bytes) -> None:
     with connection:
         connection.recv(4096)
         connection.sendall(what)
+
+
+def test_the_server_of_a_run_has_no_services_for_deployments_unless_the_user_sets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, *, env, **_: environments.append(env) or command
+    )
+    monkeypatch.setenv("PREFECT_SERVER_SERVICES_FOREMAN_ENABLED", "true")
+    monkeypatch.delenv("PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED", raising=False)
+    _start(tmp_path, "http://127.0.0.1:1")
+    assert environments[0]["PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED"] == "false"
+    assert environments[0]["PREFECT_SERVER_SERVICES_FOREMAN_ENABLED"] == "true"
