@@ -119,6 +119,7 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
     assert list((home / "small" / "tensorboard" / "small").glob("events*"))
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_terminated_run_finishes_its_iteration_and_saves_its_weights(
     recipes: Path,

@@ -240,6 +240,7 @@ def states(files: Files, branch: str) -> list[str]:
     return [nodes.get(Stage.TRAIN, digest).outputs["state_digest"] for digest in reversed(trains)]
 
 
+@pytest.mark.long
 def test_a_critic_rank_gives_the_same_bits_as_a_shared_critic_also_after_kills(separate: Path):
     files = Files(separate / "store")
     nodes = Nodes(files)

@@ -48,6 +48,7 @@ def states(run: Trained, branch: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.integration
 async def test_a_run_that_loses_its_trainer_before_any_checkpoint_continues_bit_for_bit(
     tmp_path: Path, model: Path, local_ray: str

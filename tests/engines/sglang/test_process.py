@@ -323,6 +323,7 @@ def test_a_server_that_loses_a_child_process_ends_at_once(tmp_path):
         server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_all_processes_end_when_the_parent_is_killed(tmp_path, repository):
     make_model(tmp_path / "model", seed=0)

@@ -270,6 +270,7 @@ def test_padding_does_not_change_a_loss_of_logits_or_a_critic(odd, two_ranks, tm
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "llama3.2"])
