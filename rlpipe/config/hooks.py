@@ -200,6 +200,7 @@ def _import_file(file: Path, path: str) -> ModuleType:
 
 
 def _import_module(name: str, path: str) -> ModuleType:
+    provide()  # slime's own functions are dotted paths, and import its modules
     return _run_import(
         lambda: importlib.import_module(name),
         "cannot import the module of the function",

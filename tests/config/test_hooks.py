@@ -1,8 +1,10 @@
 """Load a user function by its path, and compute the digest of its source."""
 
 import hashlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -148,3 +150,25 @@ def test_hooks_import_without_torch():
         "assert not {'torch', 'ray', 'prefect', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_module_written_for_slime_is_imported_by_its_dotted_name(tmp_path):
+    package = tmp_path / "examples" / "search"
+    package.mkdir(parents=True)
+    (package / "generate.py").write_text(
+        "from slime.utils.types import Sample\n\ndef reward(args, sample):\n    return Sample\n"
+    )
+    program = (
+        "from rlpipe.config.hooks import load_hook\n"
+        "print(load_hook('examples.search.generate.reward')(None, None).__name__)"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "SlimeSample", done.stderr
