@@ -23,6 +23,7 @@ reward: {function: {type: math}}
 
 @pytest.mark.integration
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_run_records_the_commits_and_continues_without_a_network(tmp_path: Path):
     recipe = tmp_path / "hub.yaml"
     recipe.write_text(RECIPE)
