@@ -40,7 +40,7 @@ from deployments.declarations import ROOT, Declaration, declared, entrypoints
 from deployments.site import ANY_GPUS, GpuSet, Site, load_site
 from flows.environment import CACHES, CLIENT_SETTINGS, keep_caches_in
 from rlpipe.config.load import HOME_VARIABLE, home
-from rlpipe.errors import ResourceError, RlpipeError
+from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 
 HUB = ("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
 """Variables of the Hugging Face Hub for flow processes. HF_TOKEN is a secret: set it where the
@@ -52,11 +52,20 @@ SERVER_OVERRIDES = "rlpipe_server_overrides"
 async def with_server_overrides(site: Site, given: list[str] | None = None) -> Site:
     """Return a site with the overrides of the Prefect server before its own, which win.
 
-    `given` replaces the server's overrides; None keeps them.
+    `given` replaces the server's overrides; None keeps them. Raises: ConfigError if a person has
+    changed the variable to something else.
     """
     if given is not None:
         await Variable.aset(SERVER_OVERRIDES, given, overwrite=True)
-    kept = await Variable.aget(SERVER_OVERRIDES, default=[])
+    kept: Any = await Variable.aget(SERVER_OVERRIDES, default=[])
+    if not isinstance(kept, list) or not all(isinstance(word, str) for word in kept):
+        raise ConfigError(
+            "the overrides of the Prefect server cannot be read",
+            where=f"variable {SERVER_OVERRIDES} of the Prefect server",
+            found=repr(kept),
+            expected="a JSON list of dotted.key=value",
+            do="repeat `make up`, or delete the variable",
+        )
     return site.model_copy(update={"overrides": (*kept, *site.overrides)})
 
 

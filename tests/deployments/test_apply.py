@@ -21,6 +21,7 @@ import httpx
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
+from prefect.variables import Variable
 
 from deployments import apply
 from deployments.apply import add_recipe_choice
@@ -248,6 +249,10 @@ def test_a_site_declared_after_make_up_keeps_its_store_and_ray_cluster(
         mine.write_text("overrides: [num_rollout=4]")
         assert f"overrides of this Prefect server: {', '.join(servers)}" in declare()
         assert site_parameters(*names) == [[*servers, "num_rollout=4"]] * 3
+        Variable.set("rlpipe_server_overrides", "num_rollout=3", overwrite=True)
+        monkeypatch.setattr("sys.argv", ["apply", "--home", str(tmp_path)])
+        assert apply.main() == 2
+        assert "expected: a JSON list of dotted.key=value" in capsys.readouterr().err
         # `make up` without Ray and S3.
         declare("--server-overrides")
         assert site_parameters(*names) == [["num_rollout=4"]] * 3
