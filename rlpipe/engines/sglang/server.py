@@ -94,6 +94,8 @@ class Part(NamedTuple):
 class Server(ServerProcess):
     """One SGLang server. See `ServerProcess` for its life."""
 
+    _temporary_folder: Path | None = None
+
     def __init__(
         self,
         model_path: str | Path,
@@ -133,7 +135,6 @@ class Server(ServerProcess):
         self._resources = resources
         self._devices = devices
         self._part = part
-        self._temporary_folder: Path | None = None
         check_sglang(config.sglang)
         on_cpu = self.device == "cpu"
         path = Path(model_path)
