@@ -168,10 +168,12 @@ def facts(dtype: str) -> dict[str, Any]:
     """
     on_cuda = platform.CUDA_FOUND
     cuda = cast("Any", torch.cuda)
+    # A plain string: unpickling `TorchVersion` would import torch into conductor and driver.
+    torch_version = str(torch.__version__)
     packed = on_cuda and dtype in ("bfloat16", "float16")
     return {
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-        "torch": torch.__version__,
+        "torch": torch_version,
         "cuda": torch.version.cuda if on_cuda else None,
         "nccl": ".".join(map(str, cuda.nccl.version())) if on_cuda else None,
         "backend": platform.backend(),
@@ -182,7 +184,7 @@ def facts(dtype: str) -> dict[str, Any]:
         "attention": varlen.backend() if packed else "torch scaled_dot_product_attention",
         "attention_version": _version(varlen.BACKENDS[varlen.backend()][0])
         if packed
-        else torch.__version__,
+        else torch_version,
         "fused": "triton" if on_cuda else "torch",
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -107,3 +107,11 @@ def test_megatrons_deterministic_mode_is_refused_as_an_argument(models):
         engine(
             models["qwen3"], TrainConfig(megatron={"deterministic_mode": True}), 0, 1, free_port()
         )
+
+
+def test_facts_of_a_rank_are_plain_values_that_import_nothing_when_unpickled():
+    assert {type(value) for value in reproducibility.facts("float32").values()} <= {
+        str,
+        bool,
+        type(None),
+    }
