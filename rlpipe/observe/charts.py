@@ -228,8 +228,11 @@ def _ticks(points: Series, floor: float | None, percent: bool) -> list[float]:
     last = math.ceil(high / step - 1e-9)
     # Rounded to 12 digits: 3 * 0.1 would be labelled 0.30000000000000004.
     ticks = [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
-    # Shares have no tick above 100 %.
-    return [tick for tick in ticks if tick <= 1] if percent and high <= 1 else ticks
+    if not percent or high > 1:
+        return ticks
+    # Shares have no tick above 100 %. An axis needs two ticks, also for a constant 100 %.
+    shares_only = [tick for tick in ticks if tick <= 1]
+    return shares_only if len(shares_only) > 1 else [shares_only[0] - step, shares_only[0]]
 
 
 def _log_ticks(points: Series) -> list[float]:
@@ -262,7 +265,8 @@ def tick_labels(ticks: Sequence[float], percent: bool = False) -> list[str]:
     values = [tick * 100 for tick in ticks] if percent else list(ticks)
     largest = max(map(abs, values))
     precision = abs(values[1] - values[0]) / 1000 if len(values) > 1 else largest / 1000
-    kind, unit = ("f", "%" if percent else "") if 1e-3 <= largest < 1e6 or percent else ("e", "")
+    kind = "f" if 1e-3 <= largest < 1e6 else "e"
+    unit = "%" if percent else ""
 
     def texts(digits: int) -> list[str]:
         return [f"{value:,.{digits}{kind}}" for value in values]

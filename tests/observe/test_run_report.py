@@ -276,6 +276,10 @@ def test_no_label_of_the_y_axis_occurs_twice(
     assert len(set(labels)) == len(labels)
 
 
+def test_a_constant_share_of_100_percent_has_an_axis():
+    assert "100%" in line_chart({"x": [(0, 1.0), (1, 1.0)]}, percent=True)
+
+
 def test_ticks_have_as_many_digits_as_they_need():
     assert tick_labels([0.0, 0.005, 0.01], percent=True) == ["0%", "0.5%", "1.0%"]
     assert tick_labels([1.0001, 1.0002]) == ["1.0001", "1.0002"]
