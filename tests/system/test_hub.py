@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import enable_progress_bars
 
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 from rlpipe.system.hub import (
@@ -167,6 +168,7 @@ def test_addresses_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_download_prints_its_progress_as_lines(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    enable_progress_bars()  # makers of small models disable them for the whole process
     fetched_model(model("org/model"), KEY)
     assert capsys.readouterr().err == ""  # it took less than two seconds
     monkeypatch.setattr("rlpipe.system.hub.PROGRESS_DELAY_S", 0)
