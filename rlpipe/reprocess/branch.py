@@ -62,8 +62,7 @@ from rlpipe.types import Node, Sample, Stage
 FILTERS = ("dynamic_sampling_filter_path", "rollout_sample_filter_path")
 """Keys of `rollout` whose functions choose among scored groups, and among their samples."""
 BATCH_FULL = "surplus"
-"""Drop reason of an accepted group after the batch is full. Surplus groups of a rollout wait in the
-buffer instead, but a reprocessed branch has no buffer."""
+"""Drop reason of an accepted group after the batch is full. (A rollout buffers such groups.)"""
 UNSCORED = "unscored"
 """Drop reason of a group without log-probs, because the stored batch does not have it."""
 MODEL_COLUMNS = ("proximal_log_probs", "reference_log_probs", "teacher_log_probs", "values")
