@@ -450,8 +450,7 @@ class NodeRef(Record):
 class Commit(VersionedRecord):
     """Iteration k of a branch: its nodes, the groups that it consumed, and the cursor after it.
 
-    The last stage builds it (`_commit` of tasks/checkpoint.py). `Branches.commit` fills in
-    the keys of the chain (`rlpipe.store.chain`) and writes it.
+    tasks/checkpoint.py builds it; `Branches.commit` adds the chain's keys (`rlpipe.store.chain`).
     """
 
     branch: str
