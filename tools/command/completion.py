@@ -11,7 +11,8 @@ import sys
 from click.shell_completion import get_completion_class
 
 from tools.command import parsers
-from tools.command.main import COMMAND, COMPLETION_VARIABLE, application
+from tools.command.main import COMPLETION_VARIABLE, application
+from tools.command.shared_options import COMMAND
 
 
 def main() -> int:

@@ -17,10 +17,10 @@ from click.shell_completion import CompletionItem
 
 from rlpipe.system.project import RECIPES
 from tools.command import parsers
+from tools.command.shared_options import COMMAND
 from tools.command.verbs import GROUPS, SECTIONS, VERBS, Verb
 from tools.piped import piped
 
-COMMAND = "rlpipe"
 COMPLETION_VARIABLE = "_RLPIPE_COMPLETE"
 """Environment variable with which a shell asks for completions."""
 HEADLINE = """RL post-training of language models as a workflow.

@@ -8,72 +8,34 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from rlpipe.system.project import HOME_VARIABLE, PRESETS, RECIPES
-from tools.command.verbs import VERBS
-
-COMMAND = "rlpipe"
-
-
-def _parser(name: str, description: str, **settings: Any) -> argparse.ArgumentParser:
-    """Return a parser with `-h`, without abbreviations, and with the example of the verb."""
-    verb = VERBS[name]
-    settings.setdefault("epilog", f"example: {COMMAND} {name} {verb.example}".rstrip())
-    return argparse.ArgumentParser(
-        prog=f"{COMMAND} {name}", description=description, allow_abbrev=False, **settings
-    )
-
-
-def _add_home(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--home", help=f"directory of runs (default: ${HOME_VARIABLE} or ./runs)")
-
-
-def _add_store(parser: argparse.ArgumentParser, default: str = "the run's") -> None:
-    parser.add_argument("--store", help=f"URL of the store (default: {default})")
-
-
-def _add_takeover(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--takeover", action="store_true", help=f"replace the process that {what} now"
-    )
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the name of a run, as a word or as `--run`."""
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("run", nargs="?", default=argparse.SUPPRESS, metavar="RUN")
-    group.add_argument("--run", dest="run", metavar="RUN", help="name of the run")
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="settings that differ"
-    )
-
-
-def _names(folder: Path) -> str:
-    """Return the names of the YAML files of a folder."""
-    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-
-
-def _recipe_help() -> str:
-    return f"a YAML file, or one of: {_names(RECIPES)}"
+from rlpipe.system.project import PRESETS
+from tools.command.shared_options import (
+    COMMAND,
+    add_home,
+    add_overrides,
+    add_run,
+    add_store,
+    add_takeover,
+    names_in,
+    new_parser,
+    recipe_help,
+)
 
 
 def train() -> argparse.ArgumentParser:
     """Return the options of `train`; flags of slime and overrides are read elsewhere."""
-    parser = _parser(
+    parser = new_parser(
         "train",
         "Train on this machine, from a recipe or from flags in slime's style.",
         usage="%(prog)s (RECIPE | --hf-checkpoint ... flags of slime) [options] "
         "[dotted.key=value ...]",
         epilog=f"Flags of slime, Megatron and SGLang (--sglang-*): {COMMAND} flags. "
         "Overrides: train.optimizer.lr=1e-5. A model's preset below the recipe: preset=NAME, "
-        f"a YAML file or one of: {_names(PRESETS)}",
+        f"a YAML file or one of: {names_in(PRESETS)}",
     )
     _add_recipe_options(parser)
-    _add_takeover(parser, "drives this run on any machine")
+    add_takeover(parser, "drives this run on any machine")
     parser.add_argument("--quiet", action="store_true", help="show notices and errors, no progress")
     parser.add_argument(
         "--dump-config", action="store_true", help="print the resolved configuration and stop"
@@ -83,7 +45,7 @@ def train() -> argparse.ArgumentParser:
 
 def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a configuration: recipe, smoke, name, home, seed, fork."""
-    parser.add_argument("--recipe", help=f"RECIPE: {_recipe_help()}")
+    parser.add_argument("--recipe", help=f"RECIPE: {recipe_help()}")
     parser.add_argument(
         "--smoke",
         action="store_true",
@@ -92,7 +54,7 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", help="name of the run (default: the recipe's, or the folder of --save)"
     )
-    _add_home(parser)
+    add_home(parser)
     parser.add_argument(
         "--seed",
         type=int,
@@ -107,24 +69,24 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
 
 def fork() -> argparse.ArgumentParser:
     """Return the options of `fork`."""
-    parser = _parser("fork", "Continue from an iteration of a run with changed settings.")
+    parser = new_parser("fork", "Continue from an iteration of a run with changed settings.")
     parser.add_argument(
         "of", metavar="RUN[@K]", help="the parent, and its iteration (default: the newest)"
     )
     parser.add_argument("--run", help="name of the fork (default: RUN-from-K)")
-    _add_home(parser)
-    _add_store(parser, "the parent's")
-    _add_takeover(parser, "drives the fork on any machine")
+    add_home(parser)
+    add_store(parser, "the parent's")
+    add_takeover(parser, "drives the fork on any machine")
     parser.add_argument(
         "--dump-config", action="store_true", help="print the resolved configuration and stop"
     )
-    _add_overrides(parser)
+    add_overrides(parser)
     return parser
 
 
 def evaluate() -> argparse.ArgumentParser:
     """Return the options of `evaluate`; flags of slime and overrides are read elsewhere."""
-    parser = _parser("evaluate", "Evaluate weights on held-out sets.")
+    parser = new_parser("evaluate", "Evaluate weights on held-out sets.")
     parser.add_argument(
         "--of",
         metavar="RUN[@K]",
@@ -132,14 +94,14 @@ def evaluate() -> argparse.ArgumentParser:
     )
     parser.add_argument("--recipe", help="a recipe: its held-out sets, and without --of its model")
     parser.add_argument("--name", help="name of the evaluation as a run (default: RUN.eval-K)")
-    _add_home(parser)
-    _add_takeover(parser, "evaluates under this name")
+    add_home(parser)
+    add_takeover(parser, "evaluates under this name")
     return parser
 
 
 def reprocess() -> argparse.ArgumentParser:
     """Return the options of `reprocess`."""
-    parser = _parser("reprocess", "Score stored rollouts again.")
+    parser = new_parser("reprocess", "Score stored rollouts again.")
     parser.add_argument(
         "--of", required=True, metavar="RUN", help="the run with the stored rollouts"
     )
@@ -160,24 +122,24 @@ def reprocess() -> argparse.ArgumentParser:
         help="an override of that run only; may be repeated",
     )
     parser.add_argument("--jobs", type=int, default=2, help="concurrent iterations (default: 2)")
-    _add_home(parser)
-    _add_store(parser)
-    _add_overrides(parser)
+    add_home(parser)
+    add_store(parser)
+    add_overrides(parser)
     return parser
 
 
 def report() -> argparse.ArgumentParser:
     """Return the options of `report`."""
-    parser = _parser("report", "Write a run's report again from its records.")
-    _add_run(parser)
-    _add_home(parser)
+    parser = new_parser("report", "Write a run's report again from its records.")
+    add_run(parser)
+    add_home(parser)
     return parser
 
 
 def rollouts() -> argparse.ArgumentParser:
     """Return the options of `rollouts`."""
-    parser = _parser("rollouts", "Show or export a run's stored rollouts.")
-    _add_run(parser)
+    parser = new_parser("rollouts", "Show or export a run's stored rollouts.")
+    add_run(parser)
     parser.add_argument(
         "--iterations",
         metavar="A:B",
@@ -188,15 +150,15 @@ def rollouts() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write whole rows to this .jsonl or .parquet file, or the page of samples to .html",
     )
-    _add_home(parser)
-    _add_store(parser, "the store of the run's start")
+    add_home(parser)
+    add_store(parser, "the store of the run's start")
     return parser
 
 
 def timeline() -> argparse.ArgumentParser:
     """Return the options of `timeline`."""
-    parser = _parser("timeline", "Write a run's timeline for Perfetto.")
-    _add_run(parser)
+    parser = new_parser("timeline", "Write a run's timeline for Perfetto.")
+    add_run(parser)
     parser.add_argument(
         "--iterations",
         metavar="A:B",
@@ -206,7 +168,7 @@ def timeline() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder"
     )
-    _add_home(parser)
+    add_home(parser)
     return parser
 
 
@@ -215,7 +177,7 @@ AUDITS = ("forward", "head", "lineage", "sql", "unusual", "verify", "view")
 
 def audit() -> argparse.ArgumentParser:
     """Return the options of `audit`."""
-    parser = _parser("audit", "Audit a run and its records.")
+    parser = new_parser("audit", "Audit a run and its records.")
     parser.add_argument("command", choices=AUDITS)
     parser.add_argument("question", nargs="?", help="sql: one query")
     parser.add_argument(
@@ -247,17 +209,17 @@ def audit() -> argparse.ArgumentParser:
         "--tokenizer",
         help="view: directory of a tokenizer (default: the model's, if it is on this machine)",
     )
-    _add_home(parser)
-    _add_store(parser, "the store of the run's start")
+    add_home(parser)
+    add_store(parser, "the store of the run's start")
     return parser
 
 
 def replay() -> argparse.ArgumentParser:
     """Return the options of `replay`."""
-    parser = _parser("replay", "Train a run's stored batches again and compare every state.")
-    _add_run(parser)
-    _add_home(parser)
-    _add_store(parser, "the store of the run's start")
+    parser = new_parser("replay", "Train a run's stored batches again and compare every state.")
+    add_run(parser)
+    add_home(parser)
+    add_store(parser, "the store of the run's start")
     parser.add_argument("--json", help="write all digests to this file")
     return parser
 
@@ -276,7 +238,7 @@ def _add_sizes(parser: argparse.ArgumentParser, dtype: str) -> None:
 
 def hf2dist() -> argparse.ArgumentParser:
     """Return the options of `convert hf2dist`."""
-    parser = _parser("convert hf2dist", "Hugging Face directory → torch_dist checkpoint.")
+    parser = new_parser("convert hf2dist", "Hugging Face directory → torch_dist checkpoint.")
     parser.add_argument(
         "--hf-checkpoint",
         required=True,
@@ -291,7 +253,7 @@ def hf2dist() -> argparse.ArgumentParser:
 
 def dist2hf() -> argparse.ArgumentParser:
     """Return the options of `convert dist2hf`."""
-    parser = _parser("convert dist2hf", "Megatron checkpoint → Hugging Face directory.")
+    parser = new_parser("convert dist2hf", "Megatron checkpoint → Hugging Face directory.")
     parser.add_argument(
         "--input-dir", metavar="DIR", help="a folder such as iter_0000100, or its parent"
     )
@@ -318,14 +280,14 @@ def dist2hf() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check-same", action="store_true", help="compare with --origin-hf-dir, bit for bit"
     )
-    _add_home(parser)
+    add_home(parser)
     parser.add_argument("-f", "--force", action="store_true", help="replace the output")
     return parser
 
 
 def gc() -> argparse.ArgumentParser:
     """Return the options of `gc`."""
-    parser = _parser("gc", "List or delete objects of a store that no run needs.")
+    parser = new_parser("gc", "List or delete objects of a store that no run needs.")
     parser.add_argument(
         "--keep-checkpoints",
         type=int,
@@ -347,14 +309,14 @@ def gc() -> argparse.ArgumentParser:
     )
     parser.add_argument("--delete", action="store_true", help="delete instead of listing")
     parser.add_argument("--list", action="store_true", help="print every object")
-    _add_home(parser)
-    _add_store(parser, "the home's")
+    add_home(parser)
+    add_store(parser, "the home's")
     return parser
 
 
 def migrate() -> argparse.ArgumentParser:
     """Return the options of `migrate`."""
-    parser = _parser("migrate", "Migrate a store of format 1 to today's format.")
+    parser = new_parser("migrate", "Migrate a store of format 1 to today's format.")
     parser.add_argument(
         "--store", required=True, help="URL or directory of the old store; it is only read"
     )
@@ -366,8 +328,8 @@ def migrate() -> argparse.ArgumentParser:
 
 def up() -> argparse.ArgumentParser:
     """Return the options of `up` and `down`."""
-    parser = _parser("up", "Prefect server, S3 store, Ray head and worker of this machine.")
-    _add_home(parser)
+    parser = new_parser("up", "Prefect server, S3 store, Ray head and worker of this machine.")
+    add_home(parser)
     parser.add_argument(
         "--site",
         type=Path,
@@ -387,7 +349,7 @@ def up() -> argparse.ArgumentParser:
 
 def flags() -> argparse.ArgumentParser:
     """Return the options of `flags`."""
-    parser = _parser("flags", "Print the effect of each slime flag.")
+    parser = new_parser("flags", "Print the effect of each slime flag.")
     parser.add_argument(
         "--arguments",
         action="store_true",
@@ -399,7 +361,7 @@ def flags() -> argparse.ArgumentParser:
 
 def config() -> argparse.ArgumentParser:
     """Return the options of `config`; flags of slime and overrides are read elsewhere."""
-    parser = _parser(
+    parser = new_parser(
         "config",
         "Print the resolved configuration, and the source of each value.",
         usage="%(prog)s (RECIPE | flags of slime) [options] [dotted.key=value ...]",
@@ -412,7 +374,7 @@ def config() -> argparse.ArgumentParser:
 
 def from_slime() -> argparse.ArgumentParser:
     """Return the options of `from-slime`; a script or flags of slime are read elsewhere."""
-    parser = _parser(
+    parser = new_parser(
         "from-slime",
         "Convert a launch script of slime, or its arguments, to a recipe.",
         usage="%(prog)s [-o FILE] ([SCRIPT [NAME=VALUE ...]] [flags of slime])",
@@ -427,24 +389,24 @@ def from_slime() -> argparse.ArgumentParser:
 
 def doctor() -> argparse.ArgumentParser:
     """Return the options of `doctor`."""
-    parser = _parser("doctor", "Check this machine. Each line is ok, or says what to do.")
-    parser.add_argument("recipe", nargs="?", help=_recipe_help())
-    _add_home(parser)
-    _add_store(parser, "the recipe's, or the home's")
+    parser = new_parser("doctor", "Check this machine. Each line is ok, or says what to do.")
+    parser.add_argument("recipe", nargs="?", help=recipe_help())
+    add_home(parser)
+    add_store(parser, "the recipe's, or the home's")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     return parser
 
 
 def init() -> argparse.ArgumentParser:
     """Return the options of `init`."""
-    parser = _parser("init", "Make a folder with a recipe, a reward with its test, and data.")
+    parser = new_parser("init", "Make a folder with a recipe, a reward with its test, and data.")
     parser.add_argument("name", metavar="NAME", help="the folder to make, and the name of the run")
     return parser
 
 
 def completion() -> argparse.ArgumentParser:
     """Return the options of `completion`."""
-    parser = _parser(
+    parser = new_parser(
         "completion",
         "Print the completion script of a shell.",
         epilog=f'bash: eval "$({COMMAND} completion bash)"   '
@@ -462,7 +424,7 @@ BENCH_TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
 
 def bench() -> argparse.ArgumentParser:
     """Return the options of `bench`."""
-    parser = _parser("bench", "Measure parts of rlpipe against the libraries below them.")
+    parser = new_parser("bench", "Measure parts of rlpipe against the libraries below them.")
     parser.add_argument(
         "words",
         nargs="*",

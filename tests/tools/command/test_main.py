@@ -17,7 +17,8 @@ from tools.bench.shapes import SHAPES
 from tools.bench.syncing import TRANSPORTS
 from tools.bench.training import BASELINES
 from tools.command import completion, parsers
-from tools.command.main import COMMAND, COMPLETION_VARIABLE, application, options, run
+from tools.command.main import COMPLETION_VARIABLE, application, options, run
+from tools.command.shared_options import COMMAND
 from tools.command.verbs import VERBS
 
 HEAVY = ("torch", "ray", "prefect", "sglang", "transformers", "megatron", "pyarrow", "duckdb")
