@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--number", type=int, default=30, help="mutations (30)")
     parser.add_argument("--seed", type=int, default=1, help="of the choice (1)")
-    parser.add_argument("--packages", nargs="+", default=CORE, help="folders or files to mutate")
+    parser.add_argument("--packages", nargs="+", default=CORE, help="folders to mutate")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="rlpipe-mutation-") as folder:
         root = copy_tree(Path(folder))
