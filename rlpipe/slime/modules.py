@@ -181,13 +181,6 @@ class SingletonMeta(type):
         cls._instances.pop(cls, None)
 
 
-def load_tokenizer(name_or_path: str, **keywords: Any) -> Any:
-    """Return the tokenizer of a model directory."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name_or_path, **keywords)
-
-
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a coroutine, for a plain function."""
     return asyncio.run(coroutine)
@@ -201,7 +194,7 @@ MODULES: dict[str, dict[str, Any] | str] = {
     "slime.utils.http_utils": {"post": post, "get": get},
     "slime.utils.async_utils": {"run": run},
     "slime.utils.misc": {"load_function": load_function, "SingletonMeta": SingletonMeta},
-    "slime.utils.processing_utils": {"load_tokenizer": load_tokenizer},
+    "slime.utils.processing_utils": "rlpipe.data.tokens",
     "slime.rollout": {},
     "slime.rollout.base_types": {
         "RolloutFnTrainOutput": RolloutFnTrainOutput,

@@ -93,15 +93,14 @@ EXPECTED = {
 decide none.
 
 The training prompts come through the plan, the model through its fingerprint, a start on another
-branch through that branch's checkpoint. Numbers of ranks are tuning keys that decide all the same:
-sums are taken in another order.
+branch through that branch's checkpoint. Numbers of ranks decide, too: they change the order of sums.
 """
 
 
 TUNING = {
     "": "num_rollout flags",
     "stop_when": "metric at_least",
-    "model.source": "hf_checkpoint",
+    "model.source": "hf_checkpoint megatron_checkpoint megatron_checkpoint_step",
     "data": "num_data_workers streaming_data",
     "rollout": "flush_interval_s timeout_s max_sampling_rounds",
     "reward": "workers attempts sample_timeout_s timeout_s",
@@ -142,8 +141,7 @@ reused of old runs."""
 
 
 def leaves(model: Config, prefix: str = "", tuning: bool = False) -> Iterator[tuple[str, bool]]:
-    """Every dotted key of a configuration that has no keys below it, and whether it is a tuning
-    key."""
+    """Yield every dotted key without keys below it, and True for a tuning key."""
     for name, info in type(model).model_fields.items():
         marked = tuning or bool(
             isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("tuning")
