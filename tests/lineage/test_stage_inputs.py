@@ -93,10 +93,8 @@ EXPECTED = {
 decide none.
 
 The training prompts come through the plan, the model through its fingerprint, a start on another
-branch through that branch's checkpoint. Numbers of ranks decide, too: they change the order of sums.
+branch through that branch's checkpoint. Numbers of ranks decide the order of sums.
 """
-
-
 TUNING = {
     "": "num_rollout flags",
     "stop_when": "metric at_least",
