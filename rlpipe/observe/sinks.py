@@ -21,7 +21,6 @@ from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
@@ -133,23 +132,20 @@ class TensorBoardSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the scalars of one step."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
+        summary = _proto("summary").Summary
         if values:
             scalars = [
-                Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()
+                summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()
             ]
-            self._add(Event(step=step, summary=Summary(value=scalars)))
+            self._add(_proto("event").Event(step=step, summary=summary(value=scalars)))
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Write a line of text for one step."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        self._add(Event(step=step, summary=text_pb(name, text)))
+        self._add(_proto("event").Event(step=step, summary=text_pb(name, text)))
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: Any) -> None:
         """Write an event to the disk. The first one creates the file."""
         if self._opened is None:
             self._opened = self._open()
@@ -158,13 +154,15 @@ class TensorBoardSink:
         self._opened.flush()
 
     def _open(self) -> EventFileWriter:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         writer = EventFileWriter(str(self.directory))
         if self._first_step:
-            start = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(wall_time=time.time(), step=self._first_step, session_log=start))
+            event = _proto("event")
+            start = event.SessionLog(status=event.SessionLog.START)
+            writer.add_event(
+                event.Event(wall_time=time.time(), step=self._first_step, session_log=start)
+            )
         return writer
 
     def close(self) -> None:
@@ -182,6 +180,11 @@ class TensorBoardSink:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _proto(name: str) -> Any:
+    """Return one of TensorBoard's protobuf modules, which have no types."""
+    return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")
 
 
 class PrometheusSink:
