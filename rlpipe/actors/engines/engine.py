@@ -68,7 +68,8 @@ class EngineSpec:
         return cls(
             model_dir=spec.model_dir,
             engine=config.engine,
-            resources=config.resources,
+            # The name as resolved: a warm start names the cluster of its run, which has no key.
+            resources=config.resources.model_copy(update={"cluster": cluster}),
             dtype=config.model.dtype,
             seed=config.train.seed,
             trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
