@@ -194,7 +194,9 @@ def failed_test(root: Path, stages: Sequence[Sequence[str]]) -> str:
         except subprocess.TimeoutExpired:
             return f"no end in {TIMEOUT_S} s"
         if ended.returncode not in (0, 5):  # 5: only integration tests in these files
-            lines = [line for line in ended.stdout.splitlines() if line[:5] in ("FAILE", "ERROR")]
+            lines = [
+                line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+            ]
             return lines[-1][:160] if lines else ended.stderr.strip()[-160:]
     return ""
 

@@ -88,7 +88,7 @@ def test_files_of_the_project_stay_relative_and_load_in_every_folder(recipe: Pat
     [
         ("reward.function.path=mien.py:score", "reward.function.path"),
         ("data.prompts.paths=['trian.jsonl@[1:]']", "data.prompts.paths.0"),
-        ("model.source.hf_checkpoint=./modle", "model.source.hf_checkpoint"),
+        ("model.source.hf_checkpoint=./mode1", "model.source.hf_checkpoint"),
         ("warm_start=mien.yaml", "warm_start"),
     ],
 )

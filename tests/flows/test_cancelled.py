@@ -125,7 +125,8 @@ async def test_the_iteration_of_a_cancelled_run_is_cancelled_and_not_crashed(
             async with InProcess(configuration(tmp_path, num_rollout=1)) as iterations:
                 return await result_or_cancelled(stopping.run(iterations.finish(0)))
 
-    state = await drive(return_state=True)
+    with_state: Any = drive
+    state = await with_state(return_state=True)
     children = FlowRunFilter(
         parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(driver[0])])
     )

@@ -129,8 +129,8 @@ def test_a_gated_model_needs_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch):
 
 def test_wrong_names_are_refused_with_the_page_to_look_at(hub: Hub):
     with pytest.raises(ConfigError, match="the Hub has no such model") as error:
-        fetched_model(model("org/modle"), KEY)
-    assert f"{hub.url}/org/modle" in message(error)
+        fetched_model(model("org/mode1"), KEY)
+    assert f"{hub.url}/org/mode1" in message(error)
     assert error.value.where == KEY
     with pytest.raises(ConfigError, match="no such revision"):
         fetched_model(model("org/model@v9"), KEY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import directory_here, model_directory
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
