@@ -53,7 +53,7 @@ def test_the_readme_is_short_and_names_the_run(made: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "output"),
     [
         ("sums", "the folder is not empty"),
         ("store", "this name is reserved"),
@@ -64,12 +64,12 @@ def test_the_readme_is_short_and_names_the_run(made: Path):
 def test_a_used_folder_and_a_wrong_name_are_refused(
     made: Path,
     name: str,
-    said: str,
+    output: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     before = sorted(made.parent.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["rlpipe init", name])
     assert init.main() == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert sorted(made.parent.rglob("*")) == before
