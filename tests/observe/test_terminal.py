@@ -22,7 +22,9 @@ from rlpipe.observe.terminal import (
 from tests.observe.terminals import Terminal
 
 START = """
-import faulthandler, logging, os, subprocess, sys, time, warnings
+import faulthandler, logging, os, signal, subprocess, sys, time, warnings
+# A shell starts background jobs with SIGINT ignored, and the tests inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 earlier = logging.getLogger("earlier")
 earlier.addHandler(logging.StreamHandler())
 from rlpipe.observe.progress import Progress

@@ -234,10 +234,10 @@ def test_a_store_with_a_driven_run_is_refused(old: Path):
 
 
 def test_other_readers_of_an_old_store_name_the_migration_command(unpacked: Path):
-    with pytest.raises(ObjectCorrupt, match=r"(?s)format 1.*format 2.*python -m tools\.migrate"):
+    with pytest.raises(ObjectCorrupt, match=r"(?s)format 1.*format 2.*rlpipe migrate"):
         Branches(Files(unpacked)).get("first")
     assert any(
-        "tools.migrate" in finding.problem for finding in check_store(Files(unpacked)).findings
+        "rlpipe migrate" in finding.problem for finding in check_store(Files(unpacked)).findings
     )
 
 
