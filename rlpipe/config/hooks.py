@@ -180,8 +180,6 @@ def _import_file(file: Path, path: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    loader = spec.loader
-    assert loader is not None
     module = importlib.util.module_from_spec(spec)
     # Registered before the execution, because dataclasses and pickle look the module up by name.
     sys.modules[name] = module
@@ -190,7 +188,11 @@ def _import_file(file: Path, path: str) -> ModuleType:
     complete = False
     try:
         _run_import(
-            lambda: loader.exec_module(module), "cannot import the file of the function", path
+            # Not `loader.exec_module`: cached byte code is compared by second and size only, and a
+            # changed file could run its old code under the new digest.
+            lambda: exec(compile(source, str(file), "exec", dont_inherit=True), vars(module)),
+            "cannot import the file of the function",
+            path,
         )
         complete = True
     finally:
