@@ -20,9 +20,9 @@ from flows.output import outlive_the_worker
 from flows.stopping import result_or_cancelled
 from flows.train import train as train_flow
 from rlpipe.config.load import home as default_home
+from rlpipe.lineage.continuation import check_same_run
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
-from tasks.begin import check_same_run
 from tasks.reprocess import compare_runs, opened
 from tasks.reprocess import reprocess as reprocess_iteration
 

@@ -28,13 +28,14 @@ from rlpipe.config.load import load_run, require_files, unused_keys, warm_start_
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import as_recorded
 from rlpipe.errors import RlpipeError
+from rlpipe.lineage.continuation import check_same_run
 from rlpipe.observe.progress import Progress
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.preflight import check, note_full_disk
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tasks.artifacts import configuration_artifact
-from tasks.begin import begin, check_same_run
+from tasks.begin import begin
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.context import close_context, context
 from tasks.debug import sample_only

@@ -25,11 +25,13 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
+from rlpipe.data.hub_commits import as_recorded
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
 from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
+from rlpipe.lineage.continuation import check_same_run
 from rlpipe.model_dir import (
     check_context_len,
     check_stop_ids,
@@ -326,7 +328,8 @@ def _check_maker(source: MadeModel) -> None:
 def _check_store(config: RunConfig, home: Path) -> None:
     """Check that the store answers, and has the branches that the run starts from or loads.
 
-    Raises: StoreError; ConfigError for a missing branch.
+    A run of this name in the store must have an equal configuration: it would be continued.
+    Raises: StoreError; ConfigError.
     """
     files = Files(config.store.root or home / "store")
     # One request checks address, credentials and bucket.
@@ -348,6 +351,8 @@ def _check_store(config: RunConfig, home: Path) -> None:
                 expected=f"one of {', '.join(similar)}" if names else "a run; the store has none",
                 do=f"look for the run in {files.root}, or set store.root",
             )
+    if Branches(files).find(config.run) is not None:
+        check_same_run(Branches(files), as_recorded(config, home))
 
 
 def note_full_disk(error: RlpipeError, home: Path) -> None:

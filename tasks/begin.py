@@ -12,17 +12,11 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rlpipe.actors.trainer.checkpoints import prune
-from rlpipe.config.load import validate_stored
 from rlpipe.config.model import BranchModel
-from rlpipe.config.paths import with_moved_paths
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
-from rlpipe.lineage.stage_inputs import (
-    checkpoint_inputs,
-    critic_schedule_length,
-    init_inputs,
-    schedule_length,
-)
+from rlpipe.lineage.continuation import check_same_run
+from rlpipe.lineage.stage_inputs import checkpoint_inputs, init_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.store.branches import Branches
@@ -38,16 +32,6 @@ OVERLONG_FILE = "overlong_prompts.jsonl"
 """Name of the file, in the run's folder, of the rows that `data.overlong_prompts` drops or cuts."""
 TERMINAL_ROWS, ARTIFACT_ROWS = 5, 100
 """Rows of the list: per set in the terminal, and in total in the artifact."""
-
-
-class _Absent:
-    """Marks a missing key, as opposed to a key with the value null."""
-
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = _Absent()
 
 
 @task(name="begin", cache_policy=NO_CACHE)
@@ -134,34 +118,6 @@ async def first_iteration(ctx: RunContext, origin: Commit | None = None) -> int:
     return newest.iteration + 1 if newest else 0
 
 
-def check_same_run(branches: Branches, config: RunConfig) -> None:
-    """Refuse to continue a branch under a configuration that gives other results.
-
-    Raises: ConfigError naming each key that differs.
-    """
-    record = branches.find(config.run)
-    if record is None:
-        return
-    stored = with_moved_paths(validate_stored(record.config), config)
-    differing = sorted(_differences(_decisive(stored), _decisive(config)))
-    if differing:
-        newest = branches.newest(config.run)
-        fork = (
-            f"{config.run}@{newest.iteration}"
-            if newest
-            else f"{config.run}@K (after its first commit)"
-        )
-        raise ConfigError(
-            "a run of this name exists with another configuration",
-            where=f"run={config.run}",
-            found="\n            ".join(differing),
-            expected="the same values of keys that decide results",
-            do="undo these changes to continue the run; "
-            f"or continue it as another run: --fork {fork} --run NEW; "
-            "or start a new run: --run NEW",
-        )
-
-
 def check_same_model(ctx: RunContext) -> None:
     """Refuse another model directory than the branch began with. Raises: ConfigError."""
     recorded = ctx.nodes.get(Stage.INIT, ctx.init).config["model"]
@@ -227,45 +183,3 @@ def checkpoint_of(ctx: RunContext, source: BranchModel) -> str:
             expected="an iteration whose weights were saved (checkpoint.save_interval)",
         )
     return inputs.digest
-
-
-def _decisive(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that decide results.
-
-    The number of iterations decides results only if the learning rate follows from it.
-    """
-    lengths = {
-        "schedule": schedule_length(config),
-        "critic's schedule": critic_schedule_length(config),
-    }
-    schedule = {
-        f"optimizer steps of the {name}": length
-        for name, length in lengths.items()
-        if length is not None
-    }
-    ranks = {
-        "trainer ranks": config.resources.trainer_ranks,
-        "critic's own ranks": config.resources.critic_ranks,
-    }
-    return {**config.non_tuning_values(), **schedule, **ranks}
-
-
-def _differences(stored: Any, current: Any, key: str = "") -> list[str]:
-    if isinstance(stored, dict) and isinstance(current, dict):
-        names = sorted(set(stored) | set(current))
-        nested = (
-            _differences(
-                stored.get(name, ABSENT),
-                current.get(name, ABSENT),
-                f"{key}.{name}" if key else name,
-            )
-            for name in names
-        )
-        return [line for lines in nested for line in lines]
-    same = (
-        # A stored list was a tuple before it became JSON.
-        list(stored) == list(current)
-        if isinstance(stored, (list, tuple)) and isinstance(current, (list, tuple))
-        else stored == current
-    )
-    return [] if same else [f"{key}: was {stored!r}, now {current!r}"]

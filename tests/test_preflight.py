@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from rlpipe.config.load import validate
+from rlpipe.config.load import load_run, validate
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
+from rlpipe.config.text import dump
 from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, StoreError
 from rlpipe.preflight import FULL_BYTES, MIN_FREE_BYTES, check, note_full_disk
+from rlpipe.store.branches import Branches
+from rlpipe.store.objects.files import Files
 from tests.model_files import write_model
 
 CHAT = {"apply_chat_template": True}
@@ -309,6 +312,28 @@ def test_a_store_without_credentials_is_reported(folder: Path, monkeypatch: pyte
         StoreError, match=r"(?s)s3://bucket/runs.*Unable to locate credentials.*AWS_ACCESS_KEY_ID"
     ):
         check(config(folder, store={"root": "s3://bucket/runs"}), folder)
+
+
+def test_a_taken_name_is_refused_before_anything_starts(folder: Path):
+    home = folder / "home"
+    branches = Branches(Files(home / "store"))
+    branches.create("run", config(folder).model_dump(mode="json"), "init")
+    check(config(folder, num_rollout=7), home)
+    with pytest.raises(ConfigError, match="another configuration") as caught:
+        check(config(folder, seed=3), home)
+    assert caught.value.where == "run=run" and "seed: was 0, now 3" in str(caught.value.found)
+
+
+def test_a_taken_name_of_a_warm_start_is_refused_before_anything_starts(folder: Path):
+    home = folder / "home"
+    first = folder / "first.yaml"
+    first.write_text(dump(config(folder).model_dump(mode="json")))
+    warm = load_run(str(first), [], "run.warm_start")
+    started = {**warm.model_dump(mode="json"), "seed": 3}
+    Branches(Files(home / "store")).create("run.warm_start", started, "init")
+    with pytest.raises(ConfigError, match="another configuration") as caught:
+        check(config(folder, warm_start=str(first)), home)
+    assert caught.value.where == "run=run.warm_start"
 
 
 def test_a_name_that_differs_only_in_capitals_is_refused_if_the_file_system_ignores_them(

@@ -11,11 +11,11 @@ from rlpipe.config.load import load_run, require_files, validate_stored
 from rlpipe.config.model import BranchModel
 from rlpipe.data.hub_commits import as_recorded
 from rlpipe.errors import ConfigError
+from rlpipe.lineage.continuation import check_same_run
 from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.preflight import check
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
-from tasks.begin import check_same_run
 from tests.model_files import write_model
 from tests.reprocessed import History, configuration
 

@@ -1,4 +1,4 @@
-"""A run continues only with an equal configuration (tasks.begin, without actors)."""
+"""The start of a run, without actors (tasks.begin)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import pytest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
+from rlpipe.lineage.continuation import check_same_run
 from rlpipe.lineage.stage_inputs import init_inputs
 from rlpipe.observe.progress import Progress
-from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
-from rlpipe.types import Commit, DataState
 from tasks import begin
-from tasks.begin import _differences, check_same_model, check_same_run, report_overlong
+from tasks.begin import check_same_model, report_overlong
 from tasks.context import RunContext
 
 BASE: dict[str, Any] = {
@@ -39,13 +38,6 @@ def config(**sections: Any) -> RunConfig:
     return validate({**BASE, **sections})
 
 
-@pytest.fixture
-def branches(tmp_path: Path) -> Branches:
-    """Branches of a store that has the run of BASE."""
-    Branches(Files(tmp_path)).create("run", config().model_dump(mode="json"), "init")
-    return Branches(Files(tmp_path))
-
-
 def opened(folder: Path, model: Path) -> RunContext:
     """The context of the run `begun`, without actors."""
     source = {"type": "huggingface", "hf_checkpoint": str(model)}
@@ -56,106 +48,6 @@ def opened(folder: Path, model: Path) -> RunContext:
     return RunContext(
         run, folder / "home", str(model), files, no_actors, Progress("begun", 3), epoch
     )
-
-
-def differences(branches: Branches, **sections: Any) -> list[str]:
-    """Return the lines of the error that name differences."""
-    with pytest.raises(ConfigError) as caught:
-        check_same_run(branches, config(**sections))
-    assert caught.value.where == "run=run"
-    return [line.strip() for line in str(caught.value.found).splitlines()]
-
-
-def test_a_new_run_may_begin(tmp_path: Path):
-    check_same_run(Branches(Files(tmp_path)), config())
-
-
-def test_a_run_continues_with_its_own_configuration(branches: Branches):
-    check_same_run(branches, config())
-
-
-def test_another_run_may_have_another_configuration(branches: Branches):
-    check_same_run(branches, config(run="other", seed=5))
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"num_rollout": 30},
-        {"stop_when": {"metric": "eval/held/accuracy", "at_least": 0.5}},
-        {"checkpoint": {"save_interval": 1}},
-        {"resources": {"rollout_num_gpus": 2, "cluster": "shared"}},
-        {"engine": {"sglang": {"mem_fraction_static": 0.5}}},
-        {"evaluation": {**BASE["evaluation"], "eval_interval": 1}},
-        {"train": {"timeout_s": 5.0}, "sync": {"probe_samples": 0}},
-        {"rollout": {**BASE["rollout"], "flush_interval_s": 1.0}},
-    ],
-)
-def test_settings_that_do_not_decide_results_may_change(
-    branches: Branches, sections: dict[str, Any]
-):
-    check_same_run(branches, config(**sections))
-
-
-def test_the_error_names_each_changed_key_with_both_values(branches: Branches):
-    train = {"optimizer": {"lr": 1e-5}, "global_batch_size": 2}
-    assert differences(
-        branches, train=train, rollout={"rollout_batch_size": 8, "n_samples_per_prompt": 2}
-    ) == [
-        "rollout.rollout_batch_size: was 4, now 8",
-        "train.global_batch_size: was None, now 2",
-        "train.optimizer.lr: was 1e-06, now 1e-05",
-    ]
-
-
-def test_a_run_whose_learning_rate_decays_over_its_length_keeps_its_length(tmp_path: Path):
-    branches = Branches(Files(tmp_path))
-    decaying = {"optimizer": {"lr_decay_style": "cosine"}}
-    branches.create("run", config(train=decaying).model_dump(mode="json"), "init")
-    check_same_run(branches, config(train=decaying))
-    (line,) = differences(branches, train=decaying, num_rollout=30)
-    assert line.endswith(": was 3, now 30")
-
-
-def test_the_error_names_the_fork_command(branches: Branches):
-    def says() -> str:
-        with pytest.raises(ConfigError) as caught:
-            check_same_run(branches, config(train={"optimizer": {"lr": 1e-3}}))
-        return str(caught.value.do)
-
-    assert "--fork run@K (after its first commit) --run NEW" in says()
-    for k in range(2):
-        commit = Commit(
-            branch="run",
-            iteration=k,
-            parent=branches.parent_name("run", k),
-            plans=("p",),
-            nodes={},
-            data=DataState(),
-            config_digest="c",
-        )
-        branches.commit(commit)
-    assert "--fork run@1 --run NEW" in says()
-
-
-def test_a_changed_seed_is_refused(branches: Branches):
-    assert differences(branches, seed=1) == [
-        "data.rollout_seed: was 0, now 1",
-        "seed: was 0, now 1",
-        "train.seed: was 0, now 1",
-    ]
-
-
-def test_a_changed_type_of_model_verifier_or_held_out_set_is_refused(branches: Branches):
-    made = {"source": {"type": "made", "maker": "makers.make"}, "dtype": "float32"}
-    lines = differences(branches, model=made)
-    assert "model.dtype: was 'bfloat16', now 'float32'" in lines
-    assert "model.source.maker: was absent, now 'makers.make'" in lines
-    lines = differences(branches, reward={"function": {"type": "reasoning_gym"}})
-    assert "reward.function.type: was 'math', now 'reasoning_gym'" in lines
-    assert [line.partition(":")[0] for line in differences(branches, evaluation={})] == [
-        "evaluation.datasets"
-    ]
 
 
 def test_a_model_may_move_but_not_change(tmp_path: Path):
@@ -173,20 +65,6 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
         check_same_model(opened(tmp_path, moved))
     assert caught.value.where == "model.source"
     assert str(moved) in str(caught.value.found)
-
-
-def test_a_key_in_one_of_two_configurations_is_a_difference():
-    assert _differences({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == [
-        "a: was 1, now absent",
-        "b.d: was absent, now 3",
-    ]
-    assert _differences({"a": {"b": 1}}, {"a": None}) == ["a: was {'b': 1}, now None"]
-
-
-def test_a_list_equals_the_tuple_that_it_was_stored_from():
-    assert _differences({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == []
-    assert _differences({"a": [1, 2]}, {"a": (2, 1)}) == ["a: was [1, 2], now (2, 1)"]
-    assert _differences({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]
 
 
 async def test_dropped_and_cut_rows_are_listed_in_terminal_artifact_and_file(
