@@ -81,6 +81,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "rotary_dim": 8,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
     "llama3": {"model_type": "llama", "rope_theta": 500_000.0},
     "llama3.2": {
         "model_type": "llama",

@@ -24,9 +24,7 @@ from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
 from mbridge.core.parallel_states import ParallelStates
 from mbridge.core.util import unwrap_model
 
-from rlpipe.engines.megatron.bridges import experts  # noqa: F401
-from rlpipe.engines.megatron.bridges.deepseek import DeepseekV3
-from rlpipe.engines.megatron.bridges.dense import Glm4
+from rlpipe.engines.megatron.bridges import deepseek, dense, experts, minimax  # noqa: F401
 from rlpipe.engines.megatron.bridges.hf_config import read_config
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.layers import ValueModel, block_spec
@@ -115,7 +113,8 @@ def layers_of(bridge: LLMBridge, stage: int | None = None) -> Any:
     `stage` and errors: as `block_spec`.
     """
     block = block_spec(bridge.config, stage)
-    return bridge.adapted(block) if isinstance(bridge, Glm4 | DeepseekV3) else block
+    adapted = getattr(bridge, "adapted", None)
+    return block if adapted is None else adapted(block)
 
 
 @torch.no_grad()

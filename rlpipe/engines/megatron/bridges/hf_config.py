@@ -32,7 +32,7 @@ def read_config(model_dir: str) -> PretrainedConfig:
         raise ConfigError(
             "not a model's configuration", where=str(path), found=f"{type(error).__name__}: {error}"
         ) from error
-    return with_head_size(flat_rope(config))
+    return with_head_size(flat_rope(with_rotated_share(config)))
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -48,6 +48,14 @@ def flat_rope(config: PretrainedConfig) -> PretrainedConfig:
         value = rope_of(config).get(name, getattr(config, name, default))
         if value is not None:
             setattr(config, name, value)
+    return config
+
+
+def with_rotated_share(config: PretrainedConfig) -> PretrainedConfig:
+    """Set `partial_rotary_factor` from `rotary_dim` (MiniMax-M2), which transformers ignores."""
+    known: Any = config
+    if getattr(config, "rotary_dim", None):
+        known.rope_parameters["partial_rotary_factor"] = known.rotary_dim / known.head_dim
     return config
 
 

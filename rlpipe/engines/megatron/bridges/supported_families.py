@@ -127,6 +127,22 @@ def _check_softmax_normalisation(config: Mapping[str, Any]) -> Iterator[Problem]
         )
 
 
+def _check_minimax(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of MiniMax-M2: settings that transformers takes for granted and SGLang reads."""
+    for name in ("use_qk_norm", "use_routing_bias"):
+        if config.get(name) is not True:
+            yield name, config.get(name), f"{name}: true"
+    if set(config.get("attn_type_list") or (1,)) != {1}:
+        yield "attn_type_list", config["attn_type_list"], "attn_type_list: 1 for every layer"
+    rope = config.get("rope_parameters") or {}
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = config.get("rotary_dim")
+    if rotated is None:
+        yield "rotary_dim", None, "rotary_dim, the number of rotated features of a head"
+    elif factor is not None and factor * config["head_dim"] != rotated:
+        yield "rotary_dim", rotated, f"rotary_dim: {factor} of head_dim {config['head_dim']}"
+
+
 def _check_expert_groups(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Check the groups of experts.
 
@@ -265,6 +281,24 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         only={"attention_bias": (None, False), "mlp_bias": (None, False)},
         ropes=("default", "linear", "llama3"),
+    ),
+    "minimax_m2": Family(
+        reads=words("""
+            attn_type_list mlp_intermediate_size mtp_transformer_layers num_experts_per_tok
+            num_local_experts num_mtp_modules partial_rotary_factor rotary_dim shared_moe_mode
+            use_mtp use_qk_norm use_routing_bias
+        """),
+        only={
+            "layernorm_full_attention_beta": (None, 1),
+            "layernorm_linear_attention_beta": (None, 1),
+            "layernorm_mlp_beta": (None, 1),
+            "qk_norm_type": (None, "per_layer"),
+            "router_jitter_noise": (None, 0),
+            "scoring_func": ("sigmoid",),
+            "shared_intermediate_size": (None, 0),
+        },
+        rules=(_check_minimax, _check_sigmoid_normalisation),
+        defaults={"head_dim": 128, "norm_topk_prob": True, "num_experts_per_tok": 8},
     ),
     "mixtral": Family(
         reads=_EXPERT_COUNTS | words("num_experts_per_tok sliding_window"),

@@ -72,6 +72,7 @@ LAYOUTS = {
     "glm4": TENSOR,
     "llama3.2": {"pipeline_model_parallel_size": 2},
     "deepseek_v3": {**TENSOR, "expert_model_parallel_size": 2},
+    "minimax_m2": {**TENSOR, "expert_model_parallel_size": 2},
 }
 
 
@@ -93,7 +94,7 @@ def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["glm4", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "minimax_m2"])
 def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}

@@ -244,6 +244,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.446,
         "topk_group": 1,
     },
+    "MiniMax-M2.5": {
+        **_FILE,
+        "model_type": "minimax_m2",
+        "attn_type_list": [1, 1],
+        "head_dim": 128,
+        "layernorm_full_attention_beta": 1.0,
+        "mlp_intermediate_size": 8192,
+        "mtp_transformer_layers": 1,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 62,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "quantization_config": _FP8,
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+        "sliding_window": None,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
     "Kimi-K2": {
         **_DEEPSEEK,
         "model_type": "kimi_k2",
@@ -267,10 +292,16 @@ def test_a_published_model_is_accepted(name: str):
     check_config(PUBLISHED[name], name)
 
 
+REQUIRED: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"rotary_dim": 64, "use_qk_norm": True, "use_routing_bias": True}
+}
+"""Keys of the published models that transformers does not have and SGLang reads."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_configs_of_transformers_are_accepted(family: str):
     written = json.loads(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
-    check_config(written, family)
+    check_config(written | REQUIRED.get(family, {}), family)
     known = {
         name: value
         for name, value in FAMILIES[family].defaults.items()
@@ -338,6 +369,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window"),
     ("Mixtral-8x7B", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    ("MiniMax-M2.5", {"use_routing_bias": False}, "use_routing_bias"),
+    ("MiniMax-M2.5", {"use_qk_norm": None}, "use_qk_norm"),
+    ("MiniMax-M2.5", {"attn_type_list": [0, 1]}, "attn_type_list"),
+    ("MiniMax-M2.5", {"rotary_dim": None}, "rotary_dim"),
+    ("MiniMax-M2.5", {"partial_rotary_factor": 0.25}, "rotary_dim"),
     ("Llama-3-8B", {"attention_bias": True}, "attention_bias"),
     ("Llama-3-8B", {"mlp_bias": True}, "mlp_bias"),
     (
