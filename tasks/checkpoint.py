@@ -35,8 +35,7 @@ async def checkpoint(run: str, k: int, nodes: dict[str, NodeRef]) -> str:
         # Record an earlier upload first, so that this commit finds its node.
         await settle(ctx)
         if checkpoint_due(ctx, k):
-            ctx.progress.stage("checkpoint")
-            with Stopwatch(ctx, "checkpoint"):
+            with ctx.progress.running("checkpoint", k), Stopwatch(ctx, "checkpoint"):
                 await save(ctx, train, k + 1)
         commit = await asyncio.to_thread(_record, ctx, k, digests)
     ctx.notify()

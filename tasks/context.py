@@ -275,7 +275,12 @@ async def recover(run: str) -> None:
     """
     ctx = await context(run)
     await asyncio.to_thread(ctx.epoch.check)
-    ctx.progress.stage("recover", note="checking actors and servers")
+    with ctx.progress.running("recover", note="checking actors and servers"):
+        await _recover(ctx)
+
+
+async def _recover(ctx: RunContext) -> None:
+    run = ctx.config.run
     watch = ray_watch.current()
     if watch is not None and (lost := watch.lost) is not None:
         ctx.progress.say(

@@ -55,8 +55,8 @@ async def fork_point(
         state = first_state(files, config, origin)
         if Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
             name = commit_name(origin.branch, origin.iteration)
-            progress.stage("fork", note=f"rebuilding the weights of {name} from the store")
-            await materialise(files, config, origin, state, home)
+            with progress.running("fork", note=f"rebuilding the weights of {name} from the store"):
+                await materialise(files, config, origin, state, home)
         # The first weights are a segment of the parent: the fork records it as its own.
         elif state != recorded:
             Segments(files).record(config.run, version, NO_EPOCH, weights=recorded, segment=state)

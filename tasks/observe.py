@@ -103,7 +103,13 @@ class Observer:
             self._sinks.write_text(k, HEAD, head)
         other = {stage: spent for stage, spent in work_s.items() if stage == "checkpoint"}
         self._log_timing(seconds, other, iteration_s=seconds, work_s=sum(work_s.values()))
-        self._ctx.progress.iteration(terminal_values(self._ctx.config, metrics, self._accuracy))
+        values = terminal_values(
+            self._ctx.config,
+            metrics,
+            self._accuracy,
+            rollout_s=self._ctx.progress.busy_seconds("rollout"),
+        )
+        self._ctx.progress.iteration(values, k)
         await iteration_artifact(self._ctx.config.run, k, nodes, metrics, head)
         await self._show_machines(outputs)
         if (k + 1) % self._ctx.config.observe.report_interval == 0:
@@ -251,13 +257,21 @@ class Observer:
 
 
 def terminal_values(
-    config: RunConfig, metrics: Mapping[str, float], accuracy: Mapping[str, float]
+    config: RunConfig,
+    metrics: Mapping[str, float],
+    accuracy: Mapping[str, float],
+    *,
+    rollout_s: float = 0.0,
 ) -> dict[str, float | int | str]:
     """Return label → value of an iteration for the terminal. Metrics without a value are left out.
 
-    `accuracy`: held-out set → its newest score.
+    `accuracy`: held-out set → its newest score. `rollout_s`: seconds in which at least one rollout
+    ran since the iteration before; 0 if another process ran it, or an earlier one.
     """
     speed = metrics.get("perf/rollout_tokens_per_s")
+    if speed is not None and config.async_buffer_size and rollout_s:
+        # Rollouts in flight share the engines: the time of each alone would give a lower speed.
+        speed = metrics["perf/rollout_tokens"] / rollout_s
     values = {
         "reward": metrics.get("rollout/raw_reward"),
         **accuracy,

@@ -70,13 +70,13 @@ async def wait_for_evaluation(ctx: RunContext, k: int) -> None:
         and evaluation_due(ctx.config, k)
         and not await asyncio.to_thread(is_evaluated, ctx, k)
     ):
-        ctx.progress.stage("eval", note=f"weights {k} are being evaluated")
-        await wait_until(
-            ctx,
-            lambda: is_evaluated(ctx, k),
-            k,
-            f"an evaluation after {k} iterations that does not meet stop_when",
-        )
+        with ctx.progress.running("eval", k, note=f"weights {k} are being evaluated"):
+            await wait_until(
+                ctx,
+                lambda: is_evaluated(ctx, k),
+                k,
+                f"an evaluation after {k} iterations that does not meet stop_when",
+            )
 
 
 def commit_before_sampling(k: int, buffer_size: int, interval: int) -> int:

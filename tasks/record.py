@@ -132,9 +132,9 @@ async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
             message=f"node {node.digest[:12]} was in the store",
             data=handle(node, reused=True),
         )
-    run.progress.stage(str(inputs.stage))
     parameters = task_run.parameters
     with (
+        run.progress.running(str(inputs.stage), parameters.get("k")),
         traced(run.directory, str(inputs.stage), parameters.get("k", parameters.get("version"))),
         Stopwatch(run, str(inputs.stage)) as watch,
     ):

@@ -46,7 +46,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             samples,
             ctx.config.reward,
             args=args,
-            progress=lambda done, total: ctx.progress.stage("reward", done=done, total=total),
+            progress=lambda done, total: ctx.progress.stage("reward", k, done=done, total=total),
         )
         if path := ctx.config.reward.custom_reward_post_process_path:
             rows = await asyncio.to_thread(post_process, path, args, samples, rows)

@@ -109,7 +109,7 @@ async def _watch(ctx: RunContext, k: int) -> None:
     while True:
         state = await ctx.cluster.generator.progress(k)
         ctx.progress.stage(
-            "rollout", done=state["done"], total=state["total"], tokens=state["tokens"]
+            "rollout", k, done=state["done"], total=state["total"], tokens=state["tokens"]
         )
         if ctx.cluster.has_engines and time.monotonic() - checked_s > ENGINE_CHECK_INTERVAL_S:
             checked_s = time.monotonic()

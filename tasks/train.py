@@ -70,7 +70,6 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
     with suppress(ActorLost):  # dead ranks upload nothing
         # A restore may replace the ranks that upload, or need the checkpoint.
         await settle(ctx, wait=True)
-    ctx.progress.stage("restore", note=f"restoring weights {state[:12]} from the store")
     trainer_states = TrainerStates(
         trainer=ctx.cluster.trainer,
         files=ctx.files,
@@ -82,7 +81,8 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
         packages=packages(),
         ref_update_interval=ctx.config.ref_update_interval,
     )
-    held = await trainer_states.restore(state, version=version, epoch=ctx.epoch.number)
+    with ctx.progress.running("restore", note=f"restoring weights {state[:12]} from the store"):
+        held = await trainer_states.restore(state, version=version, epoch=ctx.epoch.number)
     if held != state:
         ctx.progress.say(
             f"{ctx.config.run}: the replay of weights {version} gave other bits than {state[:12]}; "

@@ -1,12 +1,14 @@
-"""Show a run in the terminal: a live block for the run and its stage.
+"""Show a run in the terminal: a live block for the run and its stages.
 
     with Progress("spell_backward", total_iterations=300) as progress:
-        progress.stage("rollout", done=96, total=256, tokens=12_000, reward=0.41)
-        progress.stage("train")
-        progress.iteration({"reward": 0.43, "accuracy": 0.52})
+        progress.stage("rollout", 0, done=96, total=256, tokens=12_000, reward=0.41)
+        progress.stage("train", 0)
+        progress.iteration({"reward": 0.43, "accuracy": 0.52}, 0)
 
-On a terminal, the block has a bar for the run, the values of the last iteration with the curve of
-the reward, and a bar for the stage. Without a terminal there is one plain line per iteration.
+Iterations in flight run their stages at the same time, so each stage belongs to an iteration and
+has a clock of its own. On a terminal, the block has a bar for the run, the values of the last
+iteration with the curve of the reward, and a bar for each running stage. Without a terminal there
+is one plain line per iteration.
 `terminal.Screen` draws, so every call returns at once and async code can call it. Programs should
 read the store, not this output.
 """
@@ -15,9 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import TextIO
@@ -55,9 +57,33 @@ class _Stage:
 
 
 @dataclass(slots=True)
-class _Iteration:
-    started: float
-    seconds: dict[str, float] = field(default_factory=dict)
+class _Busy:
+    """Time in which at least one stage of a name ran, since the end of the last iteration."""
+
+    running: int = 0
+    since: float = 0.0
+    seconds: float = 0.0
+
+    def start(self, now: float) -> None:
+        """Count a stage that starts."""
+        if not self.running:
+            self.since = now
+        self.running += 1
+
+    def end(self, now: float) -> None:
+        """Count a stage that ends."""
+        self.running -= 1
+        if not self.running:
+            self.seconds += now - self.since
+
+    def until(self, now: float) -> float:
+        """Return the seconds until now."""
+        return self.seconds + (now - self.since if self.running else 0.0)
+
+    def restart(self, now: float) -> None:
+        """Count from now on."""
+        self.since = now
+        self.seconds = 0.0
 
 
 class Progress:
@@ -86,15 +112,17 @@ class Progress:
         self._contexts = ExitStack()
         self._drawn = False
         self._started = clock()
-        self._iteration = _Iteration(self._started)
+        self._last_end = self._started
         self._finished = 0
-        self._stage: _Stage | None = None
+        self._stages: dict[int | None, _Stage] = {}
+        self._seconds: dict[int | None, dict[str, float]] = {}
+        self._busy: dict[str, _Busy] = {}
         self._curve: list[float] = []
         self._summary: Mapping[str, float | int | str] = {}
         self._last_line: Text | None = None
 
     def __enter__(self) -> Progress:
-        self._started = self._iteration.started = self._clock()
+        self._started = self._last_end = self._clock()
         self._contexts.enter_context(self._screen)
         self._drawn = self._screen.is_live and current() is self._screen
         if self._drawn:
@@ -120,14 +148,16 @@ class Progress:
         Time before (starting processes, loading weights) counts for no iteration.
         """
         self.first = first_iteration
-        self._started = self._clock()
-        self._stage = None
+        self._started = self._last_end = self._clock()
+        self._stages.clear()
+        self._seconds.clear()
+        self._busy.clear()
         self._finished = 0
-        self._iteration = _Iteration(self._started)
 
     def stage(
         self,
         name: str,
+        iteration: int | None = None,
         *,
         done: float | None = None,
         total: float | None = None,
@@ -135,30 +165,67 @@ class Progress:
         reward: float | None = None,
         note: str = "",
     ) -> None:
-        """Show the running stage and its progress. A new name ends the previous stage.
+        """Show the running stage of an iteration and its progress.
 
-        `tokens`: since the stage started. `reward`: mean so far. Values of None are not shown.
+        A new name ends the previous stage of the iteration. `iteration`: None for work of no single
+        iteration. `tokens`: since the stage started. `reward`: mean so far. Values of None are not
+        shown.
         """
-        if self._stage is None or self._stage.name != name:
-            self._end_stage()
-            self._stage = _Stage(name, self._clock())
-        stage = self._stage
+        stage = self._stages.get(iteration)
+        if stage is None or stage.name != name:
+            self.end_stage(iteration)
+            now = self._clock()
+            stage = self._stages[iteration] = _Stage(name, now)
+            self._busy.setdefault(name, _Busy()).start(now)
         stage.done = done
         stage.total = total
         stage.tokens = tokens
         stage.reward = reward
         stage.note = note
 
-    def iteration(self, summary: Mapping[str, float | int | str]) -> None:
+    def end_stage(self, iteration: int | None = None) -> None:
+        """End the running stage of an iteration, if there is one."""
+        stage = self._stages.pop(iteration, None)
+        if stage is None:
+            return
+        now = self._clock()
+        self._busy[stage.name].end(now)
+        # A stage can run several times in an iteration; its times add up.
+        seconds = self._seconds.setdefault(iteration, {})
+        seconds[stage.name] = seconds.get(stage.name, 0.0) + now - stage.started
+
+    @contextmanager
+    def running(self, name: str, iteration: int | None = None, *, note: str = "") -> Iterator[None]:
+        """Show a stage for the length of a block."""
+        self.stage(name, iteration, note=note)
+        try:
+            yield
+        finally:
+            self.end_stage(iteration)
+
+    def busy_seconds(self, name: str) -> float:
+        """Return the time in which at least one stage of this name ran, since the last line."""
+        busy = self._busy.get(name)
+        return busy.until(self._clock()) if busy else 0.0
+
+    def iteration(
+        self, summary: Mapping[str, float | int | str], iteration: int | None = None
+    ) -> None:
         """End an iteration with these values.
 
         The plain line has also the seconds by stage and the time left.
         """
-        self._end_stage()
+        seconds: dict[str, float] = {}
+        for ended in dict.fromkeys((None, iteration)):
+            self.end_stage(ended)
+            for name, spent in self._seconds.pop(ended, {}).items():
+                seconds[name] = seconds.get(name, 0.0) + spent
         self._finished += 1
         now = self._clock()
-        self._last_line = self._iteration_line(summary, now)
-        self._iteration = _Iteration(now)
+        self._last_line = self._iteration_line(summary, seconds, now)
+        self._last_end = now
+        for busy in self._busy.values():
+            busy.restart(now)
         self._summary = dict(summary)
         reward = summary.get(CURVE_LABEL)
         if isinstance(reward, int | float) and math.isfinite(reward):
@@ -170,30 +237,22 @@ class Progress:
         """Print a line of text."""
         self._screen.say(text)
 
-    def _end_stage(self) -> None:
-        if self._stage is not None:
-            # A stage can run several times in an iteration; its times add up.
-            name = self._stage.name
-            before = self._iteration.seconds.get(name, 0.0)
-            self._iteration.seconds[name] = before + self._clock() - self._stage.started
-            self._stage = None
-
     @property
     def _done(self) -> int:
         """Number of finished iterations, including those of earlier processes."""
         return self.first + self._finished
 
-    def _iteration_line(self, summary: Mapping[str, float | int | str], now: float) -> Text:
+    def _iteration_line(
+        self, summary: Mapping[str, float | int | str], seconds: Mapping[str, float], now: float
+    ) -> Text:
         width = len(str(self.total))
         line = Text(f"{self.run} ", style="dim")
         line.append(f"{self._done:>{width}}/{self.total}", style="bold")
         for name, value in summary.items():
             line.append("  ").append_text(_labelled(name, value))
-        line.append(f"  {duration(now - self._iteration.started)}")
-        if self._iteration.seconds:
-            stages = " ".join(
-                f"{name} {seconds:.1f}" for name, seconds in self._iteration.seconds.items()
-            )
+        line.append(f"  {duration(now - self._last_end)}")
+        if seconds:
+            stages = " ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
             line.append(f" ({stages})", style="dim")
         left = self._seconds_left(now)
         return line.append(f"  {duration(left)} left", style="dim") if left else line
@@ -213,11 +272,14 @@ class Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the rows of the block."""
         now = self._clock()
-        stage = self._stage
         rows = [_Bar(self.run, self._done, self.total, self._run_values(now))]
-        if stage is not None:
-            values = _stage_values(stage, now)
-            rows.append(_Bar(f"  {stage.name}", stage.done, stage.total, values))
+        # A copy: another thread may start or end a stage meanwhile.
+        stages = sorted(self._stages.copy().items(), key=lambda item: (item[0] is None, item[0]))
+        in_flight = sum(iteration is not None for iteration, _ in stages) > 1
+        for iteration, stage in stages:
+            suffix = f" {iteration}" if in_flight and iteration is not None else ""
+            name = f"  {stage.name}{suffix}"
+            rows.append(_Bar(name, stage.done, stage.total, _stage_values(stage, now)))
         run_bar, *stage_bars = _bars(rows, options.max_width)
         yield run_bar
         curve = [] if options.ascii_only else self._curve

@@ -97,6 +97,60 @@ def test_the_block_shows_the_speed_of_the_stage_its_reward_and_the_time_left():
     )
 
 
+def test_stages_of_iterations_in_flight_have_rows_and_clocks_of_their_own():
+    stream = io.StringIO()
+    clock = Clock()
+    progress = Progress("spell", 10, stream=stream, clock=clock)
+    progress.stage("rollout", 0, tokens=0)
+    clock.tick(2)
+    for second in range(1, 5):
+        # Two watchers report by turns, as those of `async_buffer_size: 1` do.
+        progress.stage("rollout", 1, done=1, total=8, tokens=100 * second)
+        progress.stage("train", 0)
+        clock.tick(1)
+    rows = [" ".join(row.replace("━", " ").split()) for row in block(progress)[1:]]
+    assert rows == ["train 0 4.0 s", "rollout 1 1/8 100 tokens/s 4.0 s 28.0 s left"]
+    progress.iteration({}, 0)
+    assert "  6.0 s (rollout 2.0 train 4.0)" in stream.getvalue()
+    clock.tick(1)
+    progress.end_stage(1)
+    progress.stage("train", 1)
+    clock.tick(1)
+    progress.iteration({}, 1)
+    assert "  2.0 s (rollout 5.0 train 1.0)" in stream.getvalue()
+
+
+def test_the_time_of_rollouts_that_overlap_counts_once():
+    clock = Clock()
+    progress = Progress("spell", 10, stream=io.StringIO(), clock=clock)
+    assert progress.busy_seconds("rollout") == 0
+    progress.stage("rollout", 0)
+    clock.tick(1)
+    progress.stage("rollout", 1)
+    clock.tick(1)
+    progress.stage("train", 0)
+    clock.tick(1)
+    progress.end_stage(1)
+    clock.tick(5)
+    assert progress.busy_seconds("rollout") == 3
+    progress.stage("rollout", 2)
+    clock.tick(2)
+    progress.iteration({}, 0)
+    clock.tick(4)
+    assert progress.busy_seconds("rollout") == 4
+
+
+def test_a_stage_of_no_iteration_ends_with_its_block():
+    clock = Clock()
+    progress = Progress("spell", 10, stream=io.StringIO(), clock=clock)
+    progress.stage("train", 3)
+    with progress.running("restore", note="from the store"):
+        assert len(block(progress)) == 3
+        clock.tick(1)
+    (_, train) = block(progress)
+    assert train.strip().startswith("train")
+
+
 def block_of_a_run(width: int) -> list[str]:
     """The block after iterations with rising reward."""
     clock = Clock()

@@ -290,6 +290,18 @@ def test_the_terminal_shows_each_logprob_difference_with_its_own_bound():
     assert observe.terminal_values(bounds, {}, {}) == {}
 
 
+def test_the_terminal_shows_the_speed_of_all_rollouts_in_flight():
+    speed = {"perf/rollout_tokens": 3000.0, "perf/rollout_tokens_per_s": 300.0}
+
+    def shown(rollout_s: float, **sections: Any) -> Any:
+        values = observe.terminal_values(config(**sections), speed, {}, rollout_s=rollout_s)
+        return values["tok/s"]
+
+    assert shown(5.0) == 300
+    assert shown(5.0, async_buffer_size=1) == 600
+    assert shown(0.0, async_buffer_size=1) == 300
+
+
 async def test_report_and_samples_link_to_each_other_and_to_the_flow_run(
     watching: Watching, monkeypatch: pytest.MonkeyPatch
 ):

@@ -21,6 +21,7 @@ from rlpipe.errors import (
     Superseded,
 )
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.observe.progress import Progress
 from rlpipe.types import Node
 from tasks.record import is_transient, reuse_or_run, stage_deadline
 
@@ -83,7 +84,7 @@ async def test_the_event_loop_runs_while_a_stage_waits_for_the_store(tmp_path: P
         return {"outputs": {"version": 1}}
 
     nodes = SlowNodes()
-    progress = SimpleNamespace(stage=lambda _: None)
+    progress = Progress("run", 1)
     run: Any = SimpleNamespace(nodes=nodes, directory=tmp_path, progress=progress, stage_seconds={})
     run.cluster = SimpleNamespace(switches=nothing)
     assert (await reuse_or_run(run, checkpoint_inputs("w"), work)).is_completed()
