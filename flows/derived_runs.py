@@ -25,6 +25,7 @@ from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.rollouts import iterations as stored_iterations
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.reprocess import OWNED_KEYS
 from rlpipe.store.branches import Branches, parse_commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -234,10 +235,6 @@ def saved_weights(files: Files, run: str, iteration: int | None) -> BranchModel:
     )
 
 
-OWNED_KEYS = ("num_rollout", "fork_from", "warm_start", "model.start_from", "debug", "store.root")
-"""Keys that a reprocessed branch sets itself."""
-
-
 @dataclass(frozen=True)
 class Reprocessing:
     """A branch that stored rollouts are reprocessed into."""
@@ -293,6 +290,7 @@ def training_recipe(
     home: Path, branch: Reprocessing, name: str, overrides: Sequence[str] = ()
 ) -> Path:
     """Return the recipe of a run that trains from a reprocessed branch. Raises: ConfigError."""
+    refuse_owned_keys(overrides)
     if branch.parent is None and branch.iterations[0] != 0:
         raise ConfigError(
             "training must begin with iteration 0 or after a commit",

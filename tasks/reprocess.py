@@ -21,6 +21,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from rlpipe.config.load import validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.rollouts import find
@@ -89,7 +90,7 @@ async def _attempt(run: str, k: int) -> State:
             "the run has no stored rollout of this iteration", where=f"{ctx.of}, iteration {k}"
         )
     result = await ctx.reprocessor.iteration(
-        stored, lambda done, total: ctx.progress.stage("reward", done=done, total=total)
+        stored, lambda done, total: ctx.progress.stage("reward", k, done=done, total=total)
     )
     outputs = result.reward.outputs
     line: dict[str, float | str] = {
@@ -98,7 +99,9 @@ async def _attempt(run: str, k: int) -> State:
     }
     if result.reused:
         line["reused"] = "all"
-    ctx.progress.iteration(line | ({"errors": f"{outputs['errors']}"} if outputs["errors"] else {}))
+    if outputs["errors"]:
+        line["errors"] = f"{outputs['errors']}"
+    ctx.progress.iteration(line, k)
     nodes = {"rollout": result.rollout.digest, "reward": result.reward.digest}
     if result.advantage is not None:
         nodes["advantage"] = result.advantage.digest
@@ -166,7 +169,8 @@ async def compare_runs(
 def _compare(
     ctx: OpenBranch, iterations: Sequence[int], notes: Mapping[int, str]
 ) -> dict[str, Any]:
-    stored = Branches(ctx.files).config(ctx.of)
+    # Of today's keys: a key that is younger than the run has not changed.
+    stored = validate_stored(Branches(ctx.files).config(ctx.of)).model_dump(mode="json")
     comparison = compare(ctx.files, ctx.config, ctx.of, iterations, notes=notes, stored=stored)
     result = summary(comparison)
     write_page(comparison, ctx.directory / "reprocessed.html")

@@ -1,7 +1,11 @@
-"""Decide whether an existing run may continue under a configuration: `check_same_run`."""
+"""Compare the configuration of a stored run with another one.
+
+`check_same_run` decides whether the run may continue. `differing` lists the keys.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlpipe.config.load import validate_stored
@@ -31,8 +35,8 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     if record is None:
         return
     stored = with_moved_paths(validate_stored(record.config), config)
-    differing = sorted(_differences(_decisive(stored), _decisive(config)))
-    if differing:
+    found = differing(_decisive(stored), _decisive(config))
+    if found:
         newest = branches.newest(config.run)
         fork = (
             f"{config.run}@{newest.iteration}"
@@ -42,7 +46,9 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
         raise ConfigError(
             "a run of this name exists with another configuration",
             where=f"run={config.run}",
-            found="\n            ".join(differing),
+            found="\n            ".join(
+                f"{key}: was {old!r}, now {new!r}" for key, (old, new) in sorted(found.items())
+            ),
             expected="the same values of keys that decide results",
             do="undo these changes to continue the run; "
             f"or continue it as another run: --fork {fork} --run NEW; "
@@ -71,22 +77,21 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
     return {**config.non_tuning_values(), **schedule, **ranks}
 
 
-def _differences(stored: Any, current: Any, key: str = "") -> list[str]:
-    if isinstance(stored, dict) and isinstance(current, dict):
-        names = sorted(set(stored) | set(current))
-        nested = (
-            _differences(
-                stored.get(name, ABSENT),
-                current.get(name, ABSENT),
-                f"{key}.{name}" if key else name,
-            )
-            for name in names
-        )
-        return [line for lines in nested for line in lines]
+def differing(before: Any, after: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return dotted key → (old, new) of the settings of two configurations that differ.
+
+    A key that only one of them has is ABSENT in the other.
+    """
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        found: dict[str, tuple[Any, Any]] = {}
+        for name in sorted({*before, *after}):
+            dotted = f"{key}.{name}" if key else name
+            found |= differing(before.get(name, ABSENT), after.get(name, ABSENT), dotted)
+        return found
     same = (
         # A stored list was a tuple before it became JSON.
-        list(stored) == list(current)
-        if isinstance(stored, (list, tuple)) and isinstance(current, (list, tuple))
-        else stored == current
+        list(before) == list(after)
+        if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple))
+        else before == after
     )
-    return [] if same else [f"{key}: was {stored!r}, now {current!r}"]
+    return {} if same else {key: (before, after)}

@@ -15,8 +15,10 @@ import numpy as np
 from rlpipe.batch.files import read_rewards
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectMissing
+from rlpipe.lineage.continuation import differing
 from rlpipe.lineage.rollouts import StoredRollout, find
 from rlpipe.observe.comparison import Comparison, Example, IterationRow
+from rlpipe.reprocess import OWNED_KEYS
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.arrays import ragged
 from rlpipe.store.parquet.rows import from_json
@@ -25,9 +27,6 @@ from rlpipe.types import Node
 
 MAX_EXAMPLES = 8
 READERS = 4
-OWN_KEYS = {"run", "fork_from", "debug", "store", "num_rollout", "warm_start"}
-"""Keys that differ between any two branches."""
-
 Key = tuple[str, int]
 
 
@@ -74,29 +73,23 @@ def compare(
         rewards=both[0],
         advantages=both[1],
         iterations=[side.row for side in sides],
-        changed=differing(stored or {}, config.model_dump(mode="json")) if stored else {},
+        changed=changed_settings(stored, config.model_dump(mode="json")) if stored else {},
     )
     found.examples = _examples(files, of, sides)
     return found
 
 
-def differing(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> dict[str, str]:
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
     """Return dotted key → `old → new` of the settings that differ.
 
-    Keys that differ between any two branches are left out.
+    The name of the run and keys that the branch sets itself are left out.
     """
-    found: dict[str, str] = {}
-    for name in sorted({*before, *after}):
-        dotted = f"{key}.{name}" if key else name
-        one = before.get(name)
-        other = after.get(name)
-        if dotted in OWN_KEYS or one == other:
-            continue
-        if isinstance(one, dict) and isinstance(other, dict):
-            found |= differing(one, other, dotted)
-        else:
-            found[dotted] = f"{one} → {other}"
-    return found
+    own = ("run", *OWNED_KEYS)
+    return {
+        key: f"{old} → {new}"
+        for key, (old, new) in differing(before, after).items()
+        if not any(key == name or key.startswith(f"{name}.") for name in own)
+    }
 
 
 def _iteration(files: Files, of: str, run: str, k: int, without: str) -> _BothBranches:

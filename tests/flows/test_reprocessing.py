@@ -15,6 +15,7 @@ from rlpipe.errors import ConfigError, ObjectConflict
 from rlpipe.lineage.rollouts import find
 from rlpipe.lineage.rollouts import iterations as run_iterations
 from rlpipe.lineage.stage_inputs import reward_inputs
+from rlpipe.reprocess.report import changed_settings
 from rlpipe.store.branches import Branches
 from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
@@ -128,6 +129,9 @@ def test_first_weights_come_from_the_run_s_warm_start(home: Path):
     config = reprocessing(home, of="warmed").config
     assert config.start_from == BranchModel(branch="warmed.warm_start")
     assert config.warm_start is None
+    # The weights are the same as before, so the page does not list the key.
+    settings = [of.model_dump(mode="json") for of in (warm, config)]
+    assert changed_settings(*settings) == {}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,7 @@ def test_first_weights_come_from_the_run_s_warm_start(home: Path):
         ({"of": "run", "iterations": "7:"}, "within 0:4"),
         ({"of": "run", "iterations": "a:b"}, "A:B, A:, :B, : or one number"),
         ({"of": "run", "overrides": ["num_rollout=3"]}, "sets this key itself"),
+        ({"of": "run", "overrides": ["stop_when=null"]}, "sets this key itself"),
         ({"of": "run", "overrides": ["debug.debug_rollout_only=true"]}, "sets this key itself"),
         ({"of": "run", "overrides": ["advantage.estimator=rloo"]}, "advantage_estimator"),
     ],
@@ -145,6 +150,12 @@ def test_first_weights_come_from_the_run_s_warm_start(home: Path):
 def test_wrong_input_is_refused(home: Path, asked: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         reprocessing(home, **asked)
+
+
+def test_the_run_that_trains_refuses_keys_that_it_sets_itself(home: Path):
+    asked = reprocessing(home, of="run", overrides=[RLOO])
+    with pytest.raises(ConfigError, match="num_rollout: a reprocessed run sets this key itself"):
+        training_recipe(home, asked, "trained", ["num_rollout=3"])
 
 
 def test_a_run_without_commits_cannot_be_trained_from_its_middle(home: Path):

@@ -10,7 +10,7 @@ import pytest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
-from rlpipe.lineage.continuation import _differences, check_same_run
+from rlpipe.lineage.continuation import ABSENT, check_same_run, differing
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState
@@ -140,14 +140,14 @@ def test_a_changed_type_of_model_verifier_or_held_out_set_is_refused(branches: B
 
 
 def test_a_key_in_one_of_two_configurations_is_a_difference():
-    assert _differences({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == [
-        "a: was 1, now absent",
-        "b.d: was absent, now 3",
-    ]
-    assert _differences({"a": {"b": 1}}, {"a": None}) == ["a: was {'b': 1}, now None"]
+    assert differing({"a": 1, "b": {"c": 2}}, {"b": {"c": 2, "d": 3}}) == {
+        "a": (1, ABSENT),
+        "b.d": (ABSENT, 3),
+    }
+    assert differing({"a": {"b": 1}}, {"a": None}) == {"a": ({"b": 1}, None)}
 
 
 def test_a_list_equals_the_tuple_that_it_was_stored_from():
-    assert _differences({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == []
-    assert _differences({"a": [1, 2]}, {"a": (2, 1)}) == ["a: was [1, 2], now (2, 1)"]
-    assert _differences({"a": [1]}, {"a": 1}) == ["a: was [1], now 1"]
+    assert differing({"a": [1, 2], "b": ()}, {"a": (1, 2), "b": []}) == {}
+    assert differing({"a": [1, 2]}, {"a": (2, 1)}) == {"a": ([1, 2], (2, 1))}
+    assert differing({"a": [1]}, {"a": 1}) == {"a": ([1], 1)}
