@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.config.model import EngineConfig
+import torch
+
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 from rlpipe.types import WeightVersion
@@ -22,6 +24,12 @@ class Serving:
 
     router: str
     engines: tuple[str, ...]
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this process by the names that CUDA_VISIBLE_DEVICES has for them."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed.split(",") if listed else [str(n) for n in range(torch.cuda.device_count())]
 
 
 @contextmanager
@@ -44,24 +52,27 @@ def serving(
     logs = bench.home / "logs"
     size = config.resources.rollout_num_gpus_per_engine
 
-    def engine(number: int) -> EngineConfig:
-        gpu = {"base_gpu_id": first_gpu + number * size} if bench.on_gpus else {}
-        return config.engine.model_copy(
-            update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {}), **gpu}}
-        )
+    engine = config.engine.model_copy(
+        update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {})}}
+    )
+
+    def devices(number: int) -> list[str] | None:
+        start = first_gpu + number * size
+        return visible_gpus()[start : start + size] if bench.on_gpus else None
 
     with ExitStack() as stack:
         router = Router(config.engine, port=None, log_path=logs / "router.log")
         servers = [
             Server(
                 bench.model_dir,
-                engine(number),
+                engine,
                 config.resources,
                 dtype=config.model.dtype,
                 port=None,
                 log_path=logs / f"engine-{number}.log",
                 seed=number,
                 weight_version=FIRST_WEIGHTS,
+                devices=devices(number),
             )
             for number in range(config.resources.num_engines)
         ]
