@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import ray
 
 from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.fleet import Fleet
@@ -18,11 +19,23 @@ NAMESPACE = "rlpipe-tests"
 
 
 @pytest.fixture(scope="package")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def started_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a local Ray, and return its namespace."""
     connect(ResourcesConfig(), tmp_path_factory.mktemp("ray"), namespace=NAMESPACE)
     yield NAMESPACE
     disconnect()
+
+
+@pytest.fixture(scope="module")
+def local_ray(started_ray: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the namespace of a local Ray.
+
+    Actors get classes of the test module by value. By reference, each actor's process would import
+    the test module with all its imports, which takes seconds.
+    """
+    ray.cloudpickle.register_pickle_by_value(request.module)
+    yield started_ray
+    ray.cloudpickle.unregister_pickle_by_value(request.module)
 
 
 @pytest.fixture

@@ -26,14 +26,17 @@ from rlpipe.lineage.states import Lineage
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
-from tests.actors.engines.fake_engines import FakeGenerator, find_or_start
+from tests.actors.engines.fake_engines import FakeGenerator, find_or_start, renew
+from tests.actors.trainer.fake_ranks import renew as renew_rank
 from tests.actors.trainer.fake_ranks import start
 
 pytestmark = pytest.mark.integration
 
 
 class FakeActors:
-    """Two ranks and a generator."""
+    """Two ranks and a generator. With `kept` they live after the conductor closes."""
+
+    kept = False
 
     def __init__(self, _cluster: str, resources: ResourcesConfig, _cwd: str) -> None:
         self.resources = resources
@@ -51,6 +54,8 @@ class FakeActors:
             raise ResourceError("the cluster has not enough room")
 
     def all_actors(self) -> list[Any]:
+        if self.kept:
+            return []
         return [self.generator(), *(self.trainer(rank) for rank in range(2))]
 
 
@@ -75,13 +80,18 @@ SECOND = Driver("run", 2)
 
 @pytest.fixture
 async def conductor(local_ray: str, tmp_path: Path) -> AsyncIterator[Conductor]:
-    """A conductor, open for the first driver; its actors end with the test."""
+    """A conductor, open for the first driver; the next test has the same actors, made new."""
     make: Any = FakeActors
     conductor = Conductor("tests", str(Path.cwd()), make)
     await conductor.open(FIRST, spec(tmp_path))
     yield conductor
     assert conductor._driver is not None
+    actors: Any = conductor._actors
+    actors.kept = True
     await conductor.close(conductor._driver)
+    for rank in range(2):
+        renew_rank(start(rank))
+    renew(actors.generator())
 
 
 async def calls_of_ranks(conductor: Conductor, driver: Driver) -> list[list[str]]:

@@ -148,6 +148,10 @@ class FakeGenerator:
     def __init__(self) -> None:
         self.wrong = False
 
+    def renew(self) -> None:
+        """Become as a new actor, for the next test."""
+        FakeGenerator.__init__(self)
+
     def become(self, *, wrong: bool) -> None:
         self.wrong = wrong
 

@@ -9,7 +9,9 @@ from functools import wraps
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
+from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.trainer.group import STATUS
 from rlpipe.errors import TrainerError
 from rlpipe.lineage.states import Lineage
@@ -52,6 +54,12 @@ class Rank:
         self.calls: Counter[str] = Counter()
         self.deterministic: bool | None = None
         self.received: list[str] = []
+
+    def renew(self) -> None:
+        """Become as a new rank, for the next test. Raises: TrainerError if a call runs."""
+        if self.busy is not None:
+            raise TrainerError(f"{self.busy} is running", where=f"trainer/{self.rank}")
+        Rank.__init__(self, self.rank)
 
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", 29500 + self.rank
@@ -130,12 +138,26 @@ class Rank:
         return 1 / 0
 
     def fill_the_gpu(self) -> None:
+        """Raise torch's error on the last rank, which imports torch for it."""
+        if self.rank == 0:
+            return
         import torch
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.27 GiB")
 
     def log(self) -> list[str]:
         return self.received
+
+
+def renew(rank: Any) -> None:
+    """Make a rank as good as new; end it if it has died or is in a call that does not end.
+
+    Two new processes for each test cost two CPU seconds, more than the rest of the test.
+    """
+    try:
+        ray.get(rank.renew.options(concurrency_group=STATUS).remote(), timeout=10.0)
+    except (GetTimeoutError, RayError):
+        kill_actors([rank])
 
 
 def start(rank: int) -> Any:

@@ -20,7 +20,7 @@ from rlpipe.actors.trainer.group import TrainerGroup
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage.states import Lineage
 from rlpipe.types import Stage
-from tests.actors.trainer.fake_ranks import start
+from tests.actors.trainer.fake_ranks import renew, start
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,8 @@ def group(local_ray: str) -> Iterator[TrainerGroup]:
     """Two ranks that are found by name, as the ranks of a run."""
     group = TrainerGroup(start, RANKS, start_timeout_s=120.0)
     yield group
-    group.kill()
+    for rank in group.ranks:
+        renew(rank)
 
 
 def lineage_to(state: str, *replay: str) -> Lineage:
@@ -291,7 +292,8 @@ def with_critic(local_ray: str) -> Iterator[TrainerGroup]:
     """One rank of the policy, and one rank of the critic."""
     group = TrainerGroup(start, 1, critic_ranks=1, start_timeout_s=120.0)
     yield group
-    group.kill()
+    for rank in group.ranks:
+        renew(rank)
 
 
 async def test_a_critic_rank_is_part_of_the_group_in_its_own_world_and_gets_no_calls_about_engines(
