@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 from rlpipe.config.load import load_with_origin
@@ -33,15 +34,17 @@ def main() -> int:
     """Run the command. Exit codes: 0 done, 2 wrong input."""
     arguments, words = read_words(parsers.from_slime(), sys.argv[1:])
     try:
-        source, given = words_of(words)
-        flags = read_flags(given)
-        recipe = recipe_of(flags, source)
+        with tempfile.TemporaryDirectory() as scratch:
+            source, given = words_of(words, Path(scratch))
+            flags = read_flags(given)
+            recipe = recipe_of(flags, source)
+            remarks = notes(flags)
         if arguments.output:
             write(Path(arguments.output), recipe)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    for note in notes(flags):
+    for note in remarks:
         print(note, file=sys.stderr)
     if not arguments.output:
         print(recipe, end="")
@@ -51,8 +54,11 @@ def main() -> int:
     return 0
 
 
-def words_of(words: list[str]) -> tuple[str, list[str]]:
-    """Return the source of the arguments, and the arguments of slime. Raises: ConfigError."""
+def words_of(words: list[str], scratch: Path) -> tuple[str, list[str]]:
+    """Return the source of the arguments, and the arguments of slime.
+
+    `scratch`: folder of the files that a script makes. Raises: ConfigError.
+    """
     if not words or words[0].startswith("-"):
         return "arguments of slime", words
     script, *rest = words
@@ -65,7 +71,7 @@ def words_of(words: list[str]) -> tuple[str, list[str]]:
             expected=f"NAME=VALUE after {script}",
         )
     variables = dict(word.split("=", 1) for word in rest)
-    return Path(script).name, [*train_words(Path(script), variables), *more]
+    return Path(script).name, [*train_words(Path(script), variables, scratch), *more]
 
 
 def recipe_of(flags: ParsedFlags, source: str) -> str:

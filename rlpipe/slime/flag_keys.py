@@ -13,6 +13,7 @@ prompts for `--num-epoch`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.evaluation_flags import datasets
 from rlpipe.slime.model_flags import loads_checkpoint, model_source, same_folder
 from rlpipe.slime.reward_flags import reward_function
+from rlpipe.slime.server_groups import engine_layout, layout_difference
 
 BASE = Path(__file__).with_name("slime.yaml")
 """Recipe of a command line without a recipe."""
@@ -110,6 +112,11 @@ def differences(flags: ParsedFlags) -> list[str]:
             "--use-rollout-logprobs: the KL in the reward and the distillation term use the "
             "trainer's log-probs; slime uses the engine's"
         )
+    if values.get("keep_old_actor"):
+        sentences.append(
+            "--keep-old-actor: log-probs of the weights that sampled are the engine's; slime "
+            "computes them again in the trainer"
+        )
     if estimator == "ppo" and values.get("kl_coef"):
         sentences.append(
             "--kl-coef with ppo: the critic learns returns with the KL; slime's learns returns "
@@ -126,6 +133,8 @@ def differences(flags: ParsedFlags) -> list[str]:
             f"--rollout-function-path: samples are at most {_least_ahead(values)} weight versions "
             "old (--async-buffer-size); slime's fully asynchronous rollout has no bound"
         )
+    if (difference := layout_difference(values)) is not None:
+        sentences.append(difference)
     if values.get("ci_test"):
         sentences.append(
             "--ci-test: a difference of engine and trainer above the threshold fails an iteration; "
@@ -288,6 +297,11 @@ def _kl(values: Values) -> Keys:
     return keys
 
 
+def _old_policy(values: Values) -> Keys:
+    """Convert --keep-old-actor: the ratio is to the weights that sampled."""
+    return {"train.loss.use_rollout_logprobs": True} if values.get("keep_old_actor") else {}
+
+
 def _batch(values: Values) -> Keys:
     """Convert --micro-batch-size, which slime ignores if it packs by tokens."""
     size = values.get("micro_batch_size")
@@ -383,6 +397,30 @@ def _other_keys(values: Values) -> Keys:
     return keys
 
 
+def run_of_saved_rollouts(path: str) -> str:
+    """Return a name of a run for the path of `--load-debug-rollout-data`, which may be a name."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(path).stem if "/" in path else path).strip("-.")
+
+
+def _debug(values: Values) -> Keys:
+    """Convert `--load-debug-rollout-data`, with which no engines start.
+
+    slime reads a file for each iteration. Here a run of the store has all its rollouts:
+    `tools.command.run_words` finds the run that was started with this path.
+    """
+    path = values.get("load_debug_rollout_data")
+    if not path:
+        return {}
+    keys: Keys = {"debug.load_debug_rollout_data": run_of_saved_rollouts(path)}
+    if values.get("colocate"):
+        keys["resources.colocate"] = False
+    # slime trains on stored rollouts of any age.
+    oldest = values.get("num_rollout", 1) - 1
+    if oldest > values.get("async_buffer_size", 0):
+        keys["async_buffer_size"] = oldest
+    return keys
+
+
 def _gates(values: Values) -> Keys:
     """Convert `--ci-test`: a bound of slime's assertions that is broken fails the iteration."""
     if not values.get("ci_test"):
@@ -407,11 +445,14 @@ _CONVERTERS: tuple[Callable[[Values], Keys], ...] = (
     _prompts,
     _loss,
     _kl,
+    _old_policy,
     _batch,
     _resources,
+    engine_layout,
     _sync,
     _store,
     _critic,
     _other_keys,
+    _debug,
     _gates,
 )

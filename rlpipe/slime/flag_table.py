@@ -30,8 +30,8 @@ SLIME: tuple[Flag, ...] = (
         "each stage has a deadline: train.timeout_s, sync.timeout_s",
     ),
     only("train_backend", "str", "megatron", ("megatron",), "Megatron is the only training engine"),
-    refused("prefill_num_servers", "int", None, "prefill and decode run in the same engines"),
-    refused("sglang_config", "str", None, "all engines serve one model with the same settings"),
+    neutral("prefill_num_servers", "int", None, "prefill and decode run in the same engines"),
+    built("sglang_config", "str", None, "resources.rollout_num_gpus_per_engine"),
     built("sglang_router_ip", "str", None, "engine.router_url"),
     built("sglang_router_port", "int", None, "engine.router_url"),
     to("sglang_router_request_timeout_secs", "float", 14400.0, "engine.request_timeout_s"),
@@ -47,11 +47,11 @@ SLIME: tuple[Flag, ...] = (
     ),
     built("update_weight_mode", "str", "full", "sync.transport"),
     built("update_weight_transport", "str", "nccl", "sync.transport"),
-    refused(
+    neutral(
         "release_train",
         "on",
         False,
-        "trainer ranks keep their state between iterations",
+        "saves memory only; trainer ranks keep their state between iterations",
     ),
     to("update_weight_disk_dir", "str", None, "sync.update_weight_disk_dir"),
     to("update_weight_disk_keep_files", "on", False, "sync.update_weight_disk_keep_files"),
@@ -87,11 +87,11 @@ SLIME: tuple[Flag, ...] = (
     refused("only_train_params_name_list", "strs", None, "all parameters are trained"),
     refused("freeze_params_name_list", "strs", None, "all parameters are trained"),
     refused("freeze_indexer", "on", False, "all parameters are trained"),
-    refused(
+    neutral(
         "allgather_cp",
         "on",
         False,
-        "DeepSeek sparse attention is not supported",
+        "context parallel ranks split all samples in the same way; config.json decides the rest",
     ),
     # rollout
     built("hf_checkpoint", "str", None, "model.source.hf_checkpoint"),
@@ -134,13 +134,7 @@ SLIME: tuple[Flag, ...] = (
     to("buffer_filter_path", "str", None, "rollout.buffer_filter_path"),
     to("update_weight_buffer_size", "int", 512 * 1024**2, "sync.update_weight_buffer_size"),
     to("update_weights_interval", "int", 1, "sync.update_weights_interval"),
-    refused(
-        "keep_old_actor",
-        "on",
-        False,
-        "proximal log-probs always use the weights at the iteration's start; see "
-        "train.loss.use_tis",
-    ),
+    built("keep_old_actor", "on", False, "train.loss.use_rollout_logprobs"),
     refused(
         "rollout_data_postprocess_path",
         "str",
@@ -359,7 +353,7 @@ SLIME: tuple[Flag, ...] = (
     to("check_weight_update_equal", "on", False, "sync.check_weight_update_equal"),
     to("debug_rollout_only", "on", False, "debug.debug_rollout_only"),
     to("debug_train_only", "on", False, "debug.debug_train_only"),
-    to("load_debug_rollout_data", "str", None, "debug.load_debug_rollout_data"),
+    built("load_debug_rollout_data", "str", None, "debug.load_debug_rollout_data"),
     # network
     refused("http_proxy", "str", None, "engines are contacted directly"),
     neutral("use_distributed_post", "on", False, "one client posts all requests"),
@@ -379,30 +373,10 @@ SLIME: tuple[Flag, ...] = (
         "--custom-advantage-function-path",
     ),
     # rollout buffer
-    refused(
-        "rollout_buffer_url",
-        "str",
-        None,
-        "slime's rollout buffer service is not supported; write a rollout function",
-    ),
-    neutral(
-        "fetch_trajectory_retry_times",
-        "int",
-        -1,
-        "slime's rollout buffer service is not supported; write a rollout function",
-    ),
-    neutral(
-        "min_batch_collection_ratio",
-        "float",
-        1,
-        "slime's rollout buffer service is not supported; write a rollout function",
-    ),
-    neutral(
-        "rollout_task_type",
-        "str",
-        "math",
-        "slime's rollout buffer service is not supported; write a rollout function",
-    ),
+    neutral("rollout_buffer_url", "str", None, "only functions read it, from args"),
+    neutral("fetch_trajectory_retry_times", "int", -1, "only functions read it, from args"),
+    neutral("min_batch_collection_ratio", "float", 1, "only functions read it, from args"),
+    neutral("rollout_task_type", "str", "math", "only functions read it, from args"),
     built("loss_mask_type", "str", "qwen", "rollout.loss_mask_type"),
     neutral("data_pad_size_multiplier", "int", 128, "packed batches need no padding"),
     to("rollout_sample_filter_path", "str", None, "rollout.rollout_sample_filter_path"),
@@ -442,5 +416,5 @@ SLIME: tuple[Flag, ...] = (
     neutral("ci_disable_kl_checker", "on", False, "the KL is not checked"),
     built("ci_train_rollout_logprob_abs_diff_threshold", "float", 0.1, "gates.bounds"),
     neutral("ci_save_grad_norm", "str", None, "grad norms are in the train nodes"),
-    refused("ci_load_grad_norm", "str", None, "use rlpipe replay"),
+    neutral("ci_load_grad_norm", "str", None, "grad norms of two runs are not compared"),
 )

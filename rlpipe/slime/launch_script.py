@@ -5,8 +5,9 @@
 Launch scripts build arrays (`MODEL_ARGS=(...)`), source the script of a model, compute values in
 loops, stop old processes, start Ray and submit `python3 train.py ${MODEL_ARGS[@]} ...`. bash itself
 expands all of this here, but starts no program: PATH is empty, builtins with effects are replaced,
-and commands with a path or with a file to write are skipped. The launched command is printed
-instead of run. This protects from the effects of an ordinary script, not from a hostile one.
+and commands with a path or with a file to write are skipped, except `cat` to a name of `mktemp`.
+The launched command is printed instead of run. This protects from the effects of an ordinary
+script, not from a hostile one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlpipe.errors import ConfigError
@@ -28,6 +29,7 @@ shopt -s extdebug expand_aliases
 unset BASH_ENV ENV
 __script=$0
 __folder=${__script%/*}
+__scratch=$2
 __print() { printf '%s\0' "$#" "$@" >&3; }
 dirname() {
     while [[ $1 == -* ]]; do shift; done
@@ -53,17 +55,35 @@ __programs="ray python python3 torchrun nohup accelerate bash sh exec"
 for __name in $__programs; do
     eval "$__name() { __print command $__name \"\$@\"; }"
 done
+mktemp() {
+    local name=${!#}
+    [[ $# == 0 || $name == -* ]] && name=file
+    name=${name##*/}
+    echo "$__scratch/${name//XXX*X/$RANDOM$RANDOM}"
+}
+cat() {
+    local file
+    (($#)) || builtin set -- /dev/stdin
+    for file; do [[ -e $file ]] && builtin printf '%s\n' "$(<"$file")"; done
+}
 for __name in kill trap set shopt enable wait ulimit hash umask disown; do
     eval "$__name() { :; }"
 done
 read() { return 1; }
-command_not_found_handle() { return 0; }
+command_not_found_handle() { [[ $1 == -* ]] && __print continuation "$@"; return 0; }
 readonly PATH
 __allowed() {
     [[ $BASH_COMMAND =~ ^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?= ]] && return 0
     local name=${BASH_COMMAND%%[[:space:]]*}
     case $name in
         */*) return 1 ;;
+        cat)
+            local line=${BASH_COMMAND%%$'\n'*}
+            [[ $line != *\>* ]] && return 0
+            [[ $line =~ ^cat\ *\>\ *\"?\$\{?([A-Za-z0-9_]+)\}?\"?(\ *\<\<.*)?$ ]] || return 1
+            local file=${BASH_REMATCH[1]}
+            [[ ${!file} == "$__scratch"/* ]]
+            ;;
         echo | printf | : | true | \>*)
             local text=${BASH_COMMAND//\/dev\/null/}
             [[ ! $text =~ \>\|?[[:space:]]*[^\&[:space:]\|] ]] ;;
@@ -74,16 +94,19 @@ __allowed() {
 number of words and the words, each followed by a zero byte."""
 _RUN = """
 builtin set -CT
-builtin ulimit -f 0
+builtin ulimit -f 64
 builtin trap __allowed DEBUG
 builtin source "$1"
 """
 
 
-def train_words(script: Path, variables: Mapping[str, str]) -> list[str]:
+def train_words(
+    script: Path, variables: Mapping[str, str], scratch: Path | None = None
+) -> list[str]:
     """Return the words that the script passes to train.py or train_async.py.
 
-    `variables`: shell variables that the script reads from its environment.
+    `variables`: shell variables that the script reads from its environment. `scratch`: folder of
+    the files that the script makes with mktemp; None: they are removed.
     Raises: ConfigError if the script does not exist, sources a missing file, or does not start
     training.
     """
@@ -93,9 +116,8 @@ def train_words(script: Path, variables: Mapping[str, str]) -> list[str]:
             where=str(script),
             do="give the path of a script, or the arguments of train.py",
         )
-    records, output = _expanded(script, variables)
-    launched = [words for kind, *words in records if kind == "command"]
-    for words in reversed(launched):
+    records, output = _expanded(script, variables, scratch)
+    for words in reversed(list(_commands(records))):
         for number, word in enumerate(words):
             if Path(word).name in PROGRAMS:
                 return words[number + 1 :]
@@ -115,7 +137,27 @@ def train_words(script: Path, variables: Mapping[str, str]) -> list[str]:
     )
 
 
-def _expanded(script: Path, variables: Mapping[str, str]) -> tuple[list[list[str]], str]:
+def _commands(records: list[list[str]]) -> Iterator[list[str]]:
+    """Yield the words of each command.
+
+    A line of flags after a command belongs to it: run-kimi-k2-Instruct.sh has no backslash before
+    its last lines, so that bash starts train.py without most of its flags.
+    """
+    words: list[str] | None = None
+    for kind, *found in records:
+        if kind == "continuation" and words is not None:
+            words = [*words, *found]
+            continue
+        if words is not None:
+            yield words
+        words = found if kind == "command" else None
+    if words is not None:
+        yield words
+
+
+def _expanded(
+    script: Path, variables: Mapping[str, str], scratch: Path | None
+) -> tuple[list[list[str]], str]:
     """Return the records of the script, and its output. Raises: ConfigError."""
     shell = shutil.which("bash")
     if shell is None:
@@ -128,7 +170,7 @@ def _expanded(script: Path, variables: Mapping[str, str]) -> tuple[list[list[str
         path = str(script.absolute())
         try:
             done = subprocess.Popen(
-                [shell, "--noprofile", "--norc", "-c", program, path, path],
+                [shell, "--noprofile", "--norc", "-c", program, path, path, str(scratch or empty)],
                 env={**os.environ, **variables, "PATH": empty},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -242,6 +242,7 @@ VALUES = {
     "custom_config_path": "own.yaml",
     "eval_config": "eval.yaml",
     "megatron_config_path": "roles.yaml",
+    "sglang_config": "groups.yaml",
 }
 KINDS = {
     "int": "2",
@@ -266,6 +267,9 @@ def test_args_of_functions_have_the_values_of_the_command_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text("search_url: http://x\n")
     (tmp_path / "roles.yaml").write_text("megatron: [{role: actor, overrides: {lr: 0.1}}]\n")
+    (tmp_path / "groups.yaml").write_text(
+        "sglang: [{name: m, server_groups: [{worker_type: regular, num_gpus: 4}]}]\n"
+    )
     (tmp_path / "eval.yaml").write_text("eval: {datasets: [{name: a, path: a.jsonl}]}\n")
     flag = FLAGS[name]
     word = VALUES.get(name, KINDS[flag.kind])

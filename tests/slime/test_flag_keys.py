@@ -116,6 +116,7 @@ def test_args_have_the_values_of_the_command_line():
             ["core_attn", "mlp"],
         ),
         ("--recompute-activations", "train.megatron.recompute_granularity", "selective"),
+        ("--keep-old-actor", "train.loss.use_rollout_logprobs", True),
         ("--sglang-enable-dp-attention", "engine.sglang.enable_dp_attention", True),
         ("--sglang-context-length 4096", "engine.sglang.context_length", 4096),
         ("--sglang-log-level INFO", "engine.sglang.log_level", "INFO"),

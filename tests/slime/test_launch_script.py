@@ -95,6 +95,23 @@ def test_no_program_runs_and_no_file_is_written(script: Path):
     assert sorted(script.parent.rglob("*")) == before
 
 
+def test_a_temporary_file_of_the_script_is_written_to_the_scratch_folder(script: Path):
+    script.write_text(
+        "FILE=$(mktemp /tmp/groups_XXXXXX.yaml)\nSIZE=4\n"
+        'cat > "${FILE}" <<END\nsglang:\n  size: ${SIZE}\nEND\n'
+        'cat > "made" <<END\ntext\nEND\n'
+        "OTHER=/tmp/../made\ncat > $OTHER <<END\ntext\nEND\n"
+        'python3 train.py --sglang-config "$FILE" $(cat <<END\n--lr 1\nEND\n)\n'
+    )
+    scratch = script.parent / "scratch"
+    scratch.mkdir()
+    _, file, *rest = train_words(script, {}, scratch)
+    assert rest == ["--lr", "1"]
+    assert Path(file).parent == scratch and Path(file).read_text() == "sglang:\n  size: 4\n"
+    assert Path(file).name.startswith("groups_") and not (script.parent / "made").exists()
+    assert list(scratch.iterdir()) == [Path(file)]
+
+
 def test_the_message_of_a_script_that_stops_is_shown(script: Path):
     with pytest.raises(ConfigError) as caught:
         train_words(script, {})
@@ -117,6 +134,10 @@ def test_a_missing_model_script_is_named(script: Path):
         ("torchrun --nproc 2 train.py --lr '1e-6'", ["--lr", "1e-6"]),
         ('run() { python train.py "$@"; }\nrun --lr 1e-6', ["--lr", "1e-6"]),
         ("while read -r line; do :; done < run.sh\npython train.py", []),
+        (
+            "python train.py --lr 1e-6\n  --seed 1 \\\n --bf16",
+            ["--lr", "1e-6", "--seed", "1", "--bf16"],
+        ),
     ],
 )
 def test_other_forms_of_the_command_are_found(script: Path, command: str, words: list[str]):

@@ -62,14 +62,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_script_gives_the_words_of_its_launch(checkout: Path):
-    (launch,) = scripts(checkout)
+    (launch,) = scripts(checkout, checkout.parent)
     assert launch.name == "scripts/run.sh"
     assert launch.words == (*WORDS.split(), "--lr", "1e-6")
 
 
 def test_a_script_that_starts_nothing_has_a_problem(checkout: Path):
     (checkout / "scripts" / "run.sh").write_text("exit 1\npython3 train.py\n")
-    (launch,) = scripts(checkout)
+    (launch,) = scripts(checkout, checkout.parent)
     assert launch.words == () and "does not start training" in launch.problem
 
 

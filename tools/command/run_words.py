@@ -10,6 +10,7 @@ The first word may be the recipe. Imports neither torch nor Prefect: `rlpipe con
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,10 @@ from rlpipe.slime.flag_keys import BASE, differences, overrides_of
 if TYPE_CHECKING:
     from rlpipe.config.run import RunConfig
     from rlpipe.data.prompts import PromptRow
+
+
+SAVED_ROLLOUTS = "save_debug_rollout_data"
+"""Flag that the stored configuration of a run has, if its rollouts are to be loaded by path."""
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
@@ -92,11 +97,30 @@ def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
         arguments.overrides.append(
             f"num_rollout={iterations_of(arguments, flags.own['num_epoch'])}"
         )
+    if (path := flags.own.get("load_debug_rollout_data")) is not None:
+        _use_saved_rollouts(arguments, path)
     if (fraction := flags.own.get("lr_warmup_fraction")) is not None:
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
         # As in Megatron: a fraction of the decay, which by default takes the whole training.
         steps = config.train.optimizer.lr_decay_steps or config.total_optimizer_steps
         arguments.overrides.append(f"train.optimizer.lr_warmup_steps={int(fraction * steps)}")
+
+
+def _use_saved_rollouts(arguments: argparse.Namespace, path: str) -> None:
+    """Train on the newest run of the store with `--save-debug-rollout-data PATH`, if there is one.
+
+    Raises: ConfigError; StoreError.
+    """
+    from rlpipe.store.branches import Branches
+    from rlpipe.store.objects.files import Files
+
+    config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+    branches = Branches(Files(config.store.root or home() / "store"))
+    runs = [branches.get(name) for name in branches.names() if name != config.run]
+    saved = [run for run in runs if run.config.get("flags", {}).get(SAVED_ROLLOUTS) == path]
+    if saved:
+        name = max(saved, key=lambda run: run.created).branch
+        arguments.overrides.append(f"debug.load_debug_rollout_data={json.dumps(name)}")
 
 
 def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:

@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _launches(kind: str, checkout: Path, scratch: Path) -> Iterator[Launch]:
-    return scripts(checkout) if kind == "scripts" else launchers(checkout, scratch)
+    return (scripts if kind == "scripts" else launchers)(checkout, scratch)
 
 
 def refusal(words: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Command lines that a checkout of slime starts training with.
 
-    scripts(checkout)      one launch of each shell script that starts training
-    launchers(checkout)    each launch of its Python launchers (end-to-end tests)
+    scripts(checkout, scratch)      one launch of each shell script that starts training
+    launchers(checkout, scratch)    each launch of its Python launchers (end-to-end tests)
 
 A launcher runs in a process of its own, in which `exec_command` records the command instead of
 running it. bash expands a recorded command as it expands a script (`rlpipe.slime.launch_script`).
@@ -81,11 +81,14 @@ class Launch:
     problem: str = ""
 
 
-def scripts(checkout: Path) -> Iterator[Launch]:
-    """Yield the launch of each shell script that starts training, in order of path."""
+def scripts(checkout: Path, scratch: Path) -> Iterator[Launch]:
+    """Yield the launch of each shell script that starts training, in order of path.
+
+    `scratch`: folder of the files that the scripts write.
+    """
     for script in sorted(checkout.rglob("*.sh")):
         if STARTS_TRAINING.search(script.read_text(encoding="utf-8")):
-            yield _launch(script.relative_to(checkout).as_posix(), script, checkout)
+            yield _launch(script.relative_to(checkout).as_posix(), script, checkout, scratch)
 
 
 def launchers(checkout: Path, scratch: Path) -> Iterator[Launch]:
@@ -119,12 +122,12 @@ def _launches(name: str, launcher: Path, checkout: Path, scratch: Path) -> Itera
     for number, command in enumerate(starts, start=1):
         script = scratch / f"{launcher.stem}-{number}.sh"
         script.write_text(command, encoding="utf-8")
-        yield _launch(f"{name}#{number}" if len(starts) > 1 else name, script, checkout)
+        yield _launch(f"{name}#{number}" if len(starts) > 1 else name, script, checkout, scratch)
 
 
-def _launch(name: str, script: Path, checkout: Path) -> Launch:
+def _launch(name: str, script: Path, checkout: Path, scratch: Path) -> Launch:
     try:
-        return Launch(name, tuple(train_words(script, _variables(checkout))))
+        return Launch(name, tuple(train_words(script, _variables(checkout), scratch)))
     except RlpipeError as error:
         return Launch(name, problem=str(error))
 

@@ -1,0 +1,49 @@
+"""Flags that need the store or the prompts to become keys (tools.command.run_words)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.config.load import load_run
+from rlpipe.config.run import RunConfig
+from rlpipe.slime.command_line import read_flags
+from rlpipe.store.branches import Branches
+from rlpipe.store.objects.files import Files
+from tools.command import parsers
+from tools.command.run_words import apply_flags, read_words
+
+FLAGS = (
+    "--hf-checkpoint /m --prompt-data a.jsonl --rm-type math --num-rollout 3 "
+    "--rollout-batch-size 2 --n-samples-per-prompt 2 --colocate"
+)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Branches:
+    """Branches of an empty home."""
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
+    return Branches(Files(tmp_path / "store"))
+
+
+def configured(words: str) -> RunConfig:
+    arguments, rest = read_words(parsers.train(), f"{FLAGS} {words}".split())
+    apply_flags(arguments, read_flags(rest))
+    return load_run(arguments.recipe, arguments.overrides, arguments.run)
+
+
+def test_rollouts_of_a_path_are_those_of_the_newest_run_that_saved_to_it(runs: Branches):
+    for name, path in (("first", "/x/{rollout_id}.pt"), ("second", "/x/{rollout_id}.pt")):
+        runs.create(name, {"flags": {"save_debug_rollout_data": path}}, init="init")
+    runs.create("other", {"flags": {"save_debug_rollout_data": "/y/{rollout_id}.pt"}}, init="init")
+    config = configured("--debug-train-only --load-debug-rollout-data /x/{rollout_id}.pt")
+    assert config.debug.load_debug_rollout_data == "second"
+    # No engines start, and slime trains on stored rollouts of any age.
+    assert not config.resources.colocate and config.async_buffer_size == 2
+
+
+def test_without_such_a_run_the_path_is_a_name_that_the_checks_do_not_find(runs: Branches):
+    config = configured("--load-debug-rollout-data /x/rollout_{rollout_id}.pt")
+    assert config.debug.load_debug_rollout_data == "rollout_-rollout_id"
+    assert configured("--load-debug-rollout-data mine").debug.load_debug_rollout_data == "mine"
