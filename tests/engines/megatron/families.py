@@ -50,6 +50,16 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
 }
+_GATED_DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -96,6 +106,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_qk_norm": True,
         "use_routing_bias": True,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_GATED_DELTA,
+        "num_experts": 4,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "qwen3.5": {"model_type": "qwen3_5_text", **_GATED_DELTA, "tie_word_embeddings": True},
+    "qwen3.5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_GATED_DELTA,
+        "num_experts": 4,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
     },
     "llama3": {"model_type": "llama", "rope_theta": 500_000.0},
     "llama3.2": {
@@ -156,6 +182,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """What differs from `_BASE`, by the name of the model that it is like."""
+ZERO_CENTRED = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
+"""Norms that Qwen3-Next and Qwen3.5 store as their difference to 1."""
 
 
 def make(family: str, directory: Path, seed: int = 0) -> str:
@@ -170,6 +198,11 @@ def make(family: str, directory: Path, seed: int = 0) -> str:
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.normal_(0.0, 0.3, generator=generator)
+            elif name.endswith(".A_log"):
+                # The states of earlier tokens fade slowly enough to change later ones.
+                parameter.normal_(-1.0, 0.3, generator=generator)
+            elif "linear_num_key_heads" in values and name.endswith(ZERO_CENTRED):
+                parameter.normal_(0.0, 0.12, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)

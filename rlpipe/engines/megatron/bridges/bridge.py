@@ -24,7 +24,13 @@ from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
 from mbridge.core.parallel_states import ParallelStates
 from mbridge.core.util import unwrap_model
 
-from rlpipe.engines.megatron.bridges import deepseek, dense, experts, minimax  # noqa: F401
+from rlpipe.engines.megatron.bridges import (  # noqa: F401
+    deepseek,
+    dense,
+    experts,
+    minimax,
+    qwen_next,
+)
 from rlpipe.engines.megatron.bridges.hf_config import read_config
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.layers import ValueModel, block_spec

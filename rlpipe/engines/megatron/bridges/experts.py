@@ -45,9 +45,11 @@ class Glm4Moe(GLM4MoEBridge):
         return super()._build_base_config(*args, **fields)
 
 
-def _softmax_router(hf_config: Any) -> dict[str, Any]:
+def softmax_router(hf_config: Any) -> dict[str, Any]:
+    """Return Megatron's fields for a softmax router."""
+    # Qwen3.5 always normalises and has no such key.
     return {
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_bias_update_rate": 0.0,
     }
 
@@ -67,7 +69,7 @@ class Qwen2Moe(Qwen2MoEBridge):
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
         hf_config: Any = self.hf_config
-        fields |= _softmax_router(hf_config) | {
+        fields |= softmax_router(hf_config) | {
             "moe_shared_expert_gate": True,
             "add_qkv_bias": hf_config.qkv_bias,
         }
@@ -79,5 +81,5 @@ class Qwen3Moe(Qwen3MoEBridge):
     """Qwen3-30B-A3B, 235B-A22B."""
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:
-        fields |= _softmax_router(self.hf_config)
+        fields |= softmax_router(self.hf_config)
         return super()._build_base_config(*args, **fields)

@@ -23,7 +23,7 @@ from rlpipe.engines.megatron.bridges.supported_families import (
     FAMILIES,
     Family,
     Problem,
-    check_full_attention,
+    check_layer_types,
     words,
 )
 from rlpipe.errors import ConfigError
@@ -143,14 +143,15 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
             found=kind,
             expected=f"one of {', '.join(sorted({*FAMILIES, *SAME_AS}))}",
         )
-    rules = (check_full_attention, *family.rules)
     try:
         problems = [
             *_key_problems(config, family),
             *_rope_problems(config, family),
             *_quantization_problems(config),
         ]
-        problems += [problem for rule in rules for problem in rule({**family.defaults, **config})]
+        problems += check_layer_types(config, family)
+        filled = {**family.defaults, **config}
+        problems += [problem for rule in family.rules for problem in rule(filled)]
     except (TypeError, AttributeError) as error:
         raise ConfigError(
             "not a model's configuration", where=where, found=f"a value of another type: {error}"
@@ -218,7 +219,11 @@ def _one_rope_problems(
             f"{name}: {_alternatives(family.ropes)} for {config['model_type']}",
         )
         return
-    known = _ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known = (
+        _ROPE_KEYS[kind]
+        | family.rope_keys
+        | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    )
     for key in sorted(rope.keys() - known):
         off = (None, True) if key == "truncate" else _OFF
         if not _contains(rope[key], off):

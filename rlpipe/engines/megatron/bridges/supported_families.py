@@ -33,20 +33,25 @@ class Family:
     default."""
     ropes: tuple[str, ...] = ("default",)
     """Supported types of rotation."""
+    rope_keys: frozenset[str] = frozenset()
+    """Further keys of a rotation, without effect on text."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Supported values of `layer_types`."""
     rules: tuple[Rule, ...] = ()
     """Checks of several keys together."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults of the keys that a rule reads."""
 
 
-def check_full_attention(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Rule of all families: every layer has full attention, or a window without effect."""
+def check_layer_types(config: Mapping[str, Any], family: Family) -> Iterator[Problem]:
+    """Rule of all families: every layer has a supported kind, or a window without effect."""
     kinds = set(config.get("layer_types") or ())
-    supported = {"full_attention"}
+    supported = set(family.layer_types)
     if _window_hides_nothing(config):
         supported.add("sliding_attention")
     if kinds - supported:
-        yield "layer_types", sorted(kinds), "layer_types: 'full_attention' alone"
+        names = " or ".join(repr(kind) for kind in family.layer_types)
+        yield "layer_types", sorted(kinds), f"layer_types: {names} alone"
 
 
 def _check_window_by_layer(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -230,6 +235,20 @@ _QWEN_EXPERTS_DEFAULTS = {
     "norm_topk_prob": False,
     "max_position_embeddings": 32768,
 }
+_GATED_DELTA = words("""
+    full_attention_interval head_dim linear_conv_kernel_dim linear_key_head_dim
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim mtp_num_hidden_layers
+    partial_rotary_factor
+""")
+_GATED_DELTA_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "attn_output_gate": (None, True),
+    "mamba_ssm_dtype": (None, "float32"),
+    "mtp_use_dedicated_embeddings": (None, False),
+    "output_gate_type": (None, "swish"),
+}
+_GATED_DELTA_TYPES = ("full_attention", "linear_attention")
+_MROPE = words("mrope_interleaved mrope_section")
 _LATENT_RULES = (_check_sigmoid_normalisation, _check_expert_groups, _check_latent_head_sizes)
 
 FAMILIES: dict[str, Family] = {
@@ -334,6 +353,33 @@ FAMILIES: dict[str, Family] = {
         only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
         rules=(_check_window_by_layer,),
         defaults=_WINDOW_DEFAULTS,
+    ),
+    "qwen3_5_moe_text": Family(
+        reads=_GATED_DELTA
+        | _QWEN_EXPERTS
+        | _EXPERT_COUNTS
+        | words("shared_expert_intermediate_size"),
+        only=_GATED_DELTA_ONLY,
+        rope_keys=_MROPE,
+        layer_types=_GATED_DELTA_TYPES,
+        rules=(_check_experts_in_all_layers,),
+        defaults={"decoder_sparse_step": 1},
+    ),
+    "qwen3_5_text": Family(
+        reads=_GATED_DELTA,
+        only=_GATED_DELTA_ONLY,
+        rope_keys=_MROPE,
+        layer_types=_GATED_DELTA_TYPES,
+    ),
+    "qwen3_next": Family(
+        reads=_GATED_DELTA
+        | _QWEN_EXPERTS
+        | _EXPERT_COUNTS
+        | words("shared_expert_intermediate_size"),
+        only=_GATED_DELTA_ONLY,
+        layer_types=_GATED_DELTA_TYPES,
+        rules=(_check_softmax_normalisation, _check_experts_in_all_layers),
+        defaults={"decoder_sparse_step": 1, "norm_topk_prob": True, "num_experts_per_tok": 10},
     ),
     "qwen3_moe": Family(
         reads=_WINDOWS | _QWEN_EXPERTS | _EXPERT_COUNTS,

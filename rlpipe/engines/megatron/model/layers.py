@@ -64,12 +64,22 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
+class ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm with the factor 1 + weight, in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 + self.weight.float()
+        return torch.nn.functional.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+
 class Norm:
     """RMSNorm or LayerNorm, marked so that gradients are summed over sequence parallel ranks."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_unused) -> torch.nn.Module:
-        assert not config.layernorm_zero_centered_gamma
-        kind = {"RMSNorm": RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        kind: Any = {"RMSNorm": RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        if config.layernorm_zero_centered_gamma:
+            assert kind is RMSNorm
+            kind = ZeroCentredRMSNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.system.ports import free_port
@@ -67,12 +68,33 @@ def test_a_family_scores_trains_and_exports_like_transformers(family, tmp_path):
         ours.close()
 
 
+def test_a_gated_delta_net_keeps_its_state_over_chunks_and_drops_it_between_samples(tmp_path):
+    directory = make("qwen3.5", tmp_path)
+    values = np.random.default_rng(0).integers(0, 96, 400).tolist()
+    # Megatron's formula works on chunks of 64 tokens.
+    batch = BatchColumns.from_lists(
+        [values[:3], values[200:203], values[:9]],
+        [values[3:170], values[203:300], values[350:360]],
+        loss_mask=[[1] * 167, [1] * 97, [1] * 10],
+    )
+    ours = engine(directory, TrainConfig(max_tokens_per_gpu=512), 0, 1, free_port())
+    try:
+        ours.load_hf()
+        scores = ours.score(batch)
+    finally:
+        ours.close()
+    expected = reference.score(reference.load(directory), batch, TEMPERATURE)
+    assert np.abs(scores - expected).max() < 1e-5
+
+
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {
     "glm4": TENSOR,
     "llama3.2": {"pipeline_model_parallel_size": 2},
     "deepseek_v3": {**TENSOR, "expert_model_parallel_size": 2},
     "minimax_m2": {**TENSOR, "expert_model_parallel_size": 2},
+    "qwen3_next": {**TENSOR, "expert_model_parallel_size": 2},
+    "qwen3.5": {"tensor_model_parallel_size": 2},
 }
 
 
@@ -94,7 +116,7 @@ def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "minimax_m2"])
+@pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "minimax_m2", "qwen3_next"])
 def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}

@@ -87,6 +87,16 @@ _GLM = {
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336],
 }
+_GATED_DELTA = {
+    "attention_bias": False,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
 _LLAMA = {
     **_FILE,
     "attention_bias": False,
@@ -244,6 +254,42 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.446,
         "topk_group": 1,
     },
+    "Qwen3-Next-80B-A3B": {
+        **_FILE,
+        **_GATED_DELTA,
+        "model_type": "qwen3_next",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+    },
+    "Qwen3.5-9B, text": {
+        **_FILE,
+        **_GATED_DELTA,
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_hidden_layers": 32,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
     "MiniMax-M2.5": {
         **_FILE,
         "model_type": "minimax_m2",
@@ -298,6 +344,14 @@ REQUIRED: dict[str, dict[str, Any]] = {
 """Keys of the published models that transformers does not have and SGLang reads."""
 
 
+CONSTANT = {
+    ("minimax_m2", "norm_topk_prob"),
+    ("mixtral", "norm_topk_prob"),
+    ("qwen3_5_moe_text", "decoder_sparse_step"),
+}
+"""Settings of a family that transformers has no key for."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_configs_of_transformers_are_accepted(family: str):
     written = json.loads(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
@@ -305,7 +359,7 @@ def test_default_configs_of_transformers_are_accepted(family: str):
     known = {
         name: value
         for name, value in FAMILIES[family].defaults.items()
-        if name != "norm_topk_prob" or family not in ("mixtral", "minimax_m2")
+        if (family, name) not in CONSTANT
     }
     assert known == {name: written[name] for name in known}
 
@@ -369,6 +423,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window"),
     ("Mixtral-8x7B", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    ("Qwen3-Next-80B-A3B", {"layer_types": ["chunked_attention"]}, "layer_types"),
+    ("Qwen3-Next-80B-A3B", {"attention_bias": True}, "attention_bias"),
+    ("Qwen3-Next-80B-A3B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+    ("Qwen3.5-9B, text", {"attn_output_gate": False}, "attn_output_gate"),
+    ("Qwen3-8B", {"layer_types": ["linear_attention"]}, "layer_types"),
     ("MiniMax-M2.5", {"use_routing_bias": False}, "use_routing_bias"),
     ("MiniMax-M2.5", {"use_qk_norm": None}, "use_qk_norm"),
     ("MiniMax-M2.5", {"attn_type_list": [0, 1]}, "attn_type_list"),
