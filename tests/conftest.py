@@ -19,6 +19,7 @@ from tests.gpus import prepare, visible_gpus
 os.environ.setdefault(
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
 )  # 20 is too little while other tests run
+os.environ.setdefault("RLPIPE_PREFECT_IDLE_S", "0")  # each home of a test would keep a server
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 prepare()

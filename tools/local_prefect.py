@@ -1,13 +1,16 @@
-"""Use the configured Prefect server, or start one with its UI for the length of a run.
+"""Use the configured Prefect server, or the one of the home's runs; start it if it does not run.
 
 A configured server comes from PREFECT_API_URL or from Prefect's active profile (`prefect config set
 PREFECT_API_URL=...`). Our server has its own session, so Ctrl-C reaches the flow only: the server
-must still record the flow's end. Caches go below the run's home.
+must still record the flow's end. It stays for some minutes after the last run (`kept_server`).
+Caches go below the run's home.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import os
 import re
 import socket
@@ -18,8 +21,8 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module, metadata
 from pathlib import Path
 
 import httpx
@@ -29,6 +32,7 @@ from flows.environment import CLIENT_SETTINGS, keep_caches_in
 from rlpipe.errors import ResourceError
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.system.certificates import certificates
+from tools.kept_server import KeptServer, idle_s
 
 START_TIMEOUT_S = 180.0
 SETTINGS = {
@@ -45,7 +49,7 @@ SETTINGS = {
 }
 
 OWN_SERVER = {
-    # They act on deployments and work pools, which a server that ends with its run has none of.
+    # They act on deployments and work pools, which the server of a home's runs has none of.
     "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
@@ -55,9 +59,10 @@ OWN_SERVER = {
 
 @contextmanager
 def local_prefect(home: Path) -> Iterator[str]:
-    """Yield the API URL of the configured server, or of one that ends with this block.
+    """Yield the API URL of the configured server, or of the server of this home's runs.
 
-    Import prefect inside the block, not before. Raises: ResourceError if no server answers.
+    Import prefect inside the block, not before. Raises: ResourceError if no server answers;
+    ConfigError for a wrong RLPIPE_PREFECT_IDLE_S.
     """
     keep_caches_in(home)
     for name, value in SETTINGS.items():
@@ -70,14 +75,21 @@ def local_prefect(home: Path) -> Iterator[str]:
     folder = home / ".prefect"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(folder)
-    with waiting_for("Prefect server"):
-        server, url = _start_server(folder)
+    kept = KeptServer.of_home(home) if idle_s() else None
+    own: subprocess.Popen[bytes] | None = None
     try:
+        with waiting_for("Prefect server"), kept.starting() if kept else nullcontext():
+            url = kept and _find_or_start(kept, folder)
+            if url is None:
+                own, url = _start_server(folder, [str(os.getpid())])
         print(f"Prefect UI of this run: {url}", file=sys.stderr)
         yield f"{url}/api"
     finally:
-        _end(server)
-        del os.environ["PREFECT_API_URL"]
+        if kept is not None:
+            kept.leave()
+        if own is not None:
+            _end(own)
+        os.environ.pop("PREFECT_API_URL", None)
 
 
 def url_of_profile() -> str | None:
@@ -121,15 +133,49 @@ def check_reachable(url: str) -> None:
         return
 
 
-def _start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+def _find_or_start(kept: KeptServer, folder: Path) -> str | None:
+    """Return the URL of the home's server; start it if it does not run, or has other settings.
+
+    None: runs use it with other settings, so this run needs its own. Raises: ResourceError.
+    """
+    settings = _settings_digest()
+    kept.use()
+    url = kept.find(settings)
+    if url is not None and answers(f"{url}/api/health"):
+        os.environ["PREFECT_API_URL"] = f"{url}/api"
+        return url
+    kept.leave()
+    if not kept.end():
+        return None
+    kept.use()
+    server, url = _start_server(folder, ["--unused", str(kept.path), str(idle_s())])
+    kept.keep(server.pid, url, settings)
+    return url
+
+
+def _settings_digest() -> str:
+    """Return a digest of all settings of a server that this process would start."""
+    environment = {**OWN_SERVER, **os.environ}
+    client = ("PREFECT_API_URL", "PREFECT_UI_API_URL")
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("PREFECT_") and name not in client
+    }
+    program = [sys.executable, metadata.version("prefect"), __file__]
+    text = json.dumps([variables, program, idle_s()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _start_server(folder: Path, life: list[str]) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server and return it with its URL. Of runs that start at once, one gets port 4200.
 
-    Raises: ResourceError.
+    `life`: words of `tools.prefect_server` that say when the server ends. Raises: ResourceError.
     """
     for preferred in (4200, 0):
         url = f"http://127.0.0.1:{free_port(preferred)}"
         os.environ["PREFECT_API_URL"] = f"{url}/api"
-        server = _start(folder, url)
+        server = _start(folder, url, life)
         if _wait(server, url):
             return server, url
         _end(server)
@@ -149,10 +195,10 @@ def _start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     )
 
 
-def _start(folder: Path, url: str) -> subprocess.Popen[bytes]:
+def _start(folder: Path, url: str, life: list[str]) -> subprocess.Popen[bytes]:
     command = [
         "tools.prefect_server",
-        str(os.getpid()),
+        *life,
         "server",
         "start",
         "--host",

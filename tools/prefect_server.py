@@ -1,17 +1,24 @@
-"""Run `prefect` until another process ends.
+"""Run `prefect` until no run uses it.
 
     python -m tools.prefect_server PID server start ...
+    python -m tools.prefect_server --unused PATH SECONDS server start ...
 
-`tools.local_prefect` uses it, because its own process may be killed before it stops the server.
+The first form ends with a process, the second as `tools.kept_server` describes. Neither depends on
+the process that started it: that one may be killed before it stops the server.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
 from rlpipe.system.orphan import end_with
+from tools.kept_server import end_when_unused
 
 if __name__ == "__main__":
-    end_with(int(sys.argv.pop(1)))
+    if (word := sys.argv.pop(1)) == "--unused":
+        end_when_unused(Path(sys.argv.pop(1)), float(sys.argv.pop(1)))
+    else:
+        end_with(int(word))
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -5,8 +5,9 @@
 
 Flags of slime, Megatron's under their own names and SGLang's as `--sglang-*` become configuration
 keys (`rlpipe flags` lists them). Without a recipe they start from slime's defaults; with one they
-change the recipe. The command uses the Prefect server of the current profile, or starts
-one for the run. Ctrl-C stops the run; the same command continues after the last finished stage.
+change the recipe. The command uses the Prefect server of the current profile, or starts one that
+stays for some minutes. Ctrl-C stops the run; the same command continues after the last finished
+stage.
 """
 
 from __future__ import annotations

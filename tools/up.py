@@ -37,6 +37,7 @@ from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ResourceError, RlpipeError
 from rlpipe.system import leftovers
 from tools.command import parsers
+from tools.kept_server import KeptServer
 from tools.local_prefect import SETTINGS, answers, free_port, listens
 from tools.local_servers import BUCKET, LocalServers, exclusive
 from tools.s3_server import PORTS, S3Server, free_ports
@@ -100,6 +101,7 @@ def start_s3(servers: LocalServers) -> None:
 
 def start_prefect(servers: LocalServers) -> None:
     """Start the Prefect server with its UI and database."""
+    end_kept_server(servers)  # it may have the port
     (port,) = servers.ports("prefect", lambda: [free_port(4200)])
     command = [
         sys.executable,
@@ -319,8 +321,16 @@ def down(servers: LocalServers) -> list[str]:
     """End runs with SIGTERM, then the servers; return the names of ended servers."""
     _end([*running_flow_runs(servers).values()])
     ended = [name for name in reversed(NAMES) if end(servers, name)]
+    if end_kept_server(servers):
+        ended.append("the Prefect server of the last run")
     leftovers.sweep()
     return ended
+
+
+def end_kept_server(servers: LocalServers) -> bool:
+    """End the Prefect server of earlier runs in this home. False if none runs, or a run uses it."""
+    kept = KeptServer.of_home(servers.home)
+    return kept is not None and kept.running and kept.end()
 
 
 def end(servers: LocalServers, name: str) -> bool:

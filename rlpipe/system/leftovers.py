@@ -30,7 +30,7 @@ SHARED_MEMORY = "/dev/shm/"
 def record(pid: int, *paths: str | Path) -> None:
     """Record what a running process of ours may leave: files and folders, or globs as strings."""
     started = _started(pid)
-    folder = _folder()
+    folder = private_folder()
     if started is None or folder is None:
         return
     path = folder / f"{_namespace()}-{pid}-{started}.json"
@@ -70,7 +70,7 @@ def remove(*pids: int) -> None:
 
 def _records() -> Iterator[tuple[Path, int, int]]:
     """Yield (record, PID, start time) of the processes of this PID namespace."""
-    folder = _folder()
+    folder = private_folder()
     for path in sorted(folder.glob(f"{_namespace()}-*-*.json")) if folder else ():
         _, pid, started = path.stem.split("-")
         yield path, int(pid), int(started)
@@ -94,8 +94,8 @@ def _read(path: Path) -> list[str]:
         return []
 
 
-def _folder() -> Path | None:
-    """Return the folder of records; None if it is not a private folder of this user.
+def private_folder() -> Path | None:
+    """Return this user's folder on this machine; None if another user can write to it.
 
     A record that another user wrote could name any file of ours.
     """

@@ -125,4 +125,4 @@ def test_records_in_a_folder_that_others_can_write_are_ignored(tmp_path, monkeyp
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     monkeypatch.setattr(leftovers, "FOLDER", str(link))
-    assert leftovers._folder() is None
+    assert leftovers.private_folder() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,10 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlpipe.errors import ResourceError
-from tools.local_prefect import _start, listens, local_prefect, url_of_profile
+from tools.kept_server import KeptServer
+from tools.local_prefect import _start, answers, listens, local_prefect, url_of_profile
 
 LISTENS = (
     "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
@@ -150,6 +153,47 @@ def test_the_server_of_a_run_has_no_services_for_deployments_unless_the_user_set
     )
     monkeypatch.setenv("PREFECT_SERVER_SERVICES_FOREMAN_ENABLED", "true")
     monkeypatch.delenv("PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED", raising=False)
-    _start(tmp_path, "http://127.0.0.1:1")
+    _start(tmp_path, "http://127.0.0.1:1", ["1"])
     assert environments[0]["PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED"] == "false"
     assert environments[0]["PREFECT_SERVER_SERVICES_FOREMAN_ENABLED"] == "true"
+
+
+TWICE = """
+import sys
+from pathlib import Path
+from tools.local_prefect import local_prefect
+with local_prefect(Path(sys.argv[1])) as url:
+    print(url)
+"""
+
+
+@pytest.mark.integration
+def test_the_next_run_of_a_home_uses_the_same_server_and_other_settings_replace_it(tmp_path: Path):
+    environment = {**os.environ, "RLPIPE_PREFECT_IDLE_S": "100"}
+    for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
+        environment.pop(name, None)
+    environment["PREFECT_HOME"] = str(tmp_path / "no_profile")
+
+    def run(**also: str) -> tuple[str, int]:
+        url = subprocess.run(
+            [sys.executable, "-c", TWICE, str(tmp_path)],
+            env={**environment, **also},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        assert answers(f"{url}/health"), "the server stays"
+        return url, json.loads(record.read_text())["pid"]
+
+    kept = KeptServer.of_home(tmp_path)
+    assert kept is not None
+    record = kept.path.with_suffix(".json")
+    try:
+        first = run()
+        assert run() == first
+        _, pid = run(PREFECT_SERVER_LOGGING_LEVEL="ERROR")
+        assert pid != first[1]
+        assert not psutil.pid_exists(first[1])
+    finally:
+        assert kept.end()
+    assert not kept.running
