@@ -19,7 +19,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of records of this test alone."""
     folder = tmp_path / "records"
     folder.mkdir(mode=0o700)
-    monkeypatch.setattr(leftovers, "_folder", lambda: folder)
+    monkeypatch.setattr(leftovers, "private_folder", lambda: folder)
     return folder
 
 
