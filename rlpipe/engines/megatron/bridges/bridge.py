@@ -31,7 +31,7 @@ from rlpipe.engines.megatron.bridges import (  # noqa: F401
     minimax,
     qwen_next,
 )
-from rlpipe.engines.megatron.bridges.hf_config import read_config
+from rlpipe.engines.megatron.bridges.hf_config import read_config, yarn_fields
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.layers import ValueModel, block_spec
 from rlpipe.errors import ConfigError
@@ -76,8 +76,17 @@ def open_bridge(
     bridge.set_extra_args(
         **{name: value for name, value in {**LOCAL, **transformer}.items() if name in fields}
     )
+    # Megatron's configuration class has no such fields, and its GPT reads the attributes.
+    for name, value in _yarn(bridge).items():
+        setattr(bridge.config, name, value)
     pad_vocabulary(bridge, pad_to)
     return bridge
+
+
+def _yarn(bridge: LLMBridge) -> dict[str, Any]:
+    """Return the attributes for YaRN. Latent attention has fields of its own."""
+    latent = getattr(bridge.config, "multi_latent_attention", False)
+    return {} if latent else yarn_fields(bridge.hf_config)
 
 
 def pad_vocabulary(bridge: LLMBridge, pad_to: int) -> None:
@@ -110,7 +119,8 @@ def pad_vocabulary(bridge: LLMBridge, pad_to: int) -> None:
 def model_arguments(bridge: LLMBridge) -> dict[str, Any]:
     """Return GPTModel's further arguments, with the padded vocabulary."""
     padded: Any = bridge.padded_vocab_size
-    return bridge._get_gptmodel_args() | {"vocab_size": padded}
+    yarn = {"position_embedding_type": "yarn"} if _yarn(bridge) else {}
+    return bridge._get_gptmodel_args() | yarn | {"vocab_size": padded}
 
 
 def layers_of(bridge: LLMBridge, stage: int | None = None) -> Any:

@@ -35,6 +35,25 @@ def read_config(model_dir: str) -> PretrainedConfig:
     return with_head_size(flat_rope(with_rotated_share(config)))
 
 
+def yarn_fields(config: Any) -> dict[str, Any]:
+    """Return the attributes of Megatron's configuration for a YaRN rotation of whole heads.
+
+    Empty for other rotations.
+    """
+    rope = rope_of(config)
+    if rope.get("rope_type") != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": float(rope["factor"]),
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+        "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+        "yarn_mscale": rope.get("mscale") or None,
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim") or None,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
 def rope_of(config: Any) -> dict[str, Any]:
     """Return a config's `rope_parameters`: `rope_type`, `rope_theta`, `factor` …"""
     return getattr(config, "rope_parameters", None) or {}

@@ -29,8 +29,9 @@ from rlpipe.engines.megatron.bridges.supported_families import (
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import check_sizes, read_object
 
-SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Model type that transformers does not have → the equivalent type."""
+SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Model type that transformers does not have → the equivalent type. MiMo-7B is a Qwen2 with layers
+for multi-token prediction."""
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

@@ -299,7 +299,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama": Family(
         only={"attention_bias": (None, False), "mlp_bias": (None, False)},
-        ropes=("default", "linear", "llama3"),
+        ropes=("default", "linear", "llama3", "yarn"),
     ),
     "minimax_m2": Family(
         reads=words("""
@@ -330,12 +330,14 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen2": Family(
+        ropes=("default", "yarn"),
         reads=_WINDOWS,
         only={"attention_bias": (None, False, True), "qkv_bias": (None, True)},
         rules=(_check_window_by_layer,),
         defaults=_WINDOW_DEFAULTS,
     ),
     "qwen2_moe": Family(
+        ropes=("default", "yarn"),
         reads=_WINDOWS
         | _QWEN_EXPERTS
         | _EXPERT_COUNTS
@@ -349,6 +351,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen3": Family(
+        ropes=("default", "yarn"),
         reads=_WINDOWS,
         only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
         rules=(_check_window_by_layer,),
@@ -382,6 +385,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"decoder_sparse_step": 1, "norm_topk_prob": True, "num_experts_per_tok": 10},
     ),
     "qwen3_moe": Family(
+        ropes=("default", "yarn"),
         reads=_WINDOWS | _QWEN_EXPERTS | _EXPERT_COUNTS,
         only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
         rules=(

@@ -22,6 +22,8 @@ from rlpipe.engines.megatron.model.build import ScoringModel
 
 MAX_FILE_BYTES = 5 * 1024**3
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+PREDICTION = ("model.mtp_layers.", "mtp.")
+"""Prefixes of the layers for multi-token prediction of MiMo, and of Qwen3-Next and Qwen3.5."""
 COPIES = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
@@ -68,7 +70,9 @@ def with_untrained_layers(
     files = WeightFiles(str(source))
     for name in sorted(files.names):
         match = LAYER.fullmatch(name)
-        if match and int(match[1]) >= hf_config.num_hidden_layers:
+        if name.startswith(PREDICTION):
+            yield name, files.load_one_hf_weight(name)
+        elif match and int(match[1]) >= hf_config.num_hidden_layers:
             copied = trained.get(COPIES.get(match[2], ""))
             yield name, files.load_one_hf_weight(name) if copied is None else copied
 

@@ -89,6 +89,25 @@ def test_an_export_copies_draft_layers_with_the_trained_embedding(copy):
     assert all(torch.equal(other[name], tensor) for name, tensor in draft_layer(2).items())
 
 
+@pytest.mark.parametrize("prefix", ["model.mtp_layers.0", "mtp.layers.0"])
+def test_a_mimo_directory_is_trained_as_a_qwen2_and_keeps_its_prediction_layers(tmp_path, prefix):
+    source = Path(make("qwen2", tmp_path / "model"))
+    stored = load_file(source / "model.safetensors")
+    further = {f"{prefix}.input_proj.weight": torch.randn(64, 128)}
+    save_file(stored | further, source / "model.safetensors")
+    edit(source, model_type="mimo", num_nextn_predict_layers=1, attention_bias=True)
+    ours = engine(str(source), TrainConfig(), 0, 1, free_port())
+    try:
+        ours.load_hf()
+        ours.save_hf(tmp_path / "out")
+    finally:
+        ours.close()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == (stored | further).keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in (stored | further).items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mimo"
+
+
 def test_fp8_weights_are_dequantised(copy):
     stored = load_file(copy / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
@@ -135,7 +154,7 @@ def test_kimi_is_read_as_deepseek_v3_without_its_own_code(copy):
     assert (found.model_type, found.kv_lora_rank, found.rope_theta) == ("deepseek_v3", 16, 50_000)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_an_unsupported_rotation_is_refused(tmp_path, kind):
     directory = make("qwen3", tmp_path)
     edit(directory, rope_parameters={"rope_type": kind, "rope_theta": 1e6, "factor": 4.0})

@@ -113,6 +113,15 @@ _LLAMA3 = {
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2.5-7B": {**_QWEN, "model_type": "qwen2", "num_hidden_layers": 28, "use_mrope": False},
+    "MiMo-7B-RL": {
+        **_QWEN,
+        "model_type": "mimo",
+        "attention_bias": True,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 640000,
+    },
     "Qwen2.5-0.5B": {
         **_QWEN,
         "model_type": "qwen2",
@@ -370,7 +379,7 @@ def test_transformers_does_not_have_the_renamed_model_types():
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Qwen2.5-7B", {"model_type": "mimo"}, "model_type"),
+    ("Qwen2.5-7B", {"model_type": "gemma2"}, "model_type"),
     ("Qwen2.5-7B", {"model_type": "gemma3"}, "model_type"),
     ("Qwen2.5-7B", {"model_type": None}, "model_type"),
     ("Qwen2.5-7B", SLIDING, "use_sliding_window"),
@@ -388,7 +397,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2.5-7B", {"attention_dropout": 0.1}, "attention_dropout"),
     ("Qwen2.5-7B", {"is_causal": False}, "is_causal"),
     ("Qwen2.5-7B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+    ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
+    ("Qwen2.5-7B", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type"),
+    ("GLM-4-9B-0414", {"rope_scaling": {**_YARN, "factor": 4.0}}, "rope_scaling.rope_type"),
     (
         "Qwen2.5-7B",
         {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
@@ -505,12 +516,17 @@ def test_the_check_needs_neither_torch_nor_transformers():
     assert found.stdout.strip() == "set()"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {**SLIDING, "max_window_layers": 2}),
     ("qwen2", {**SLIDING, "sliding_window": 256}),
     ("qwen2", {**SLIDING, "use_sliding_window": False}),
     ("qwen2", {"head_dim": 32, "hidden_act": "swish", "rope_theta": 1000.0, "rms_norm_eps": 0.01}),
     ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "head_dim": 32}),
+    ("llama3", {"rope_scaling": {**families._YARN, "factor": 4.0}}),
+    ("qwen2", {"rope_scaling": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}}),
+    ("qwen3", {"rope_scaling": {**families._YARN, "factor": 4.0, "mscale": 0.7}}),
+    ("qwen3_moe", {"rope_scaling": YARN}),
     ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False}),
     ("glm4", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True}),
     ("glm4.5", {"partial_rotary_factor": 0.25, "attention_bias": False}),
