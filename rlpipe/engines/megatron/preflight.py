@@ -24,6 +24,9 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
 
 DEADLINE_S = 300.0
+_accepted: set[tuple[str, str]] = set()
+"""Requests that a process has accepted, each with the model's config.json. The command checks a
+configuration before it starts servers, and the flow does again: 5 CPU seconds each."""
 _NEED_TRANSFORMER_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
 """Modules that Megatron-core can recompute only with Transformer Engine."""
 
@@ -43,11 +46,15 @@ def check_trainer(
         "train": train.model_dump(mode="json"),
         "deterministic": deterministic,
     }
+    text = json.dumps(request)
+    checked = (text, (directory / "config.json").read_text())
+    if checked in _accepted:
+        return
     source = str(Path(rlpipe.__file__).parents[1])
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), source]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__],
-        input=json.dumps(request),
+        input=text,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -63,6 +70,7 @@ def check_trainer(
     # Imported packages may print other lines before the result.
     if error := json.loads(done.stdout.splitlines()[-1]):
         raise ConfigError(**error)
+    _accepted.add(checked)
 
 
 def refused(request: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron import preflight
 from rlpipe.engines.megatron.preflight import check_trainer, refused
 from rlpipe.errors import ConfigError
 
@@ -112,3 +115,41 @@ def test_the_check_runs_in_a_separate_process(models):
             model,
             TrainConfig(megatron={**SELECTIVE, "recompute_num_layers": 1}),
         )
+
+
+def test_accepted_arguments_are_checked_once_until_the_model_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runs: list[str] = []
+
+    def run(_command: list[str], *, input: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        runs.append(input)
+        return subprocess.CompletedProcess([], 0, "null\n", "")
+
+    monkeypatch.setattr(preflight.subprocess, "run", run)
+    monkeypatch.setattr(preflight, "_accepted", set())
+    request = given(str(tmp_path))
+    model = ModelConfig.model_validate(request["model"])
+    train = TrainConfig.model_validate(request["train"])
+    for config, count in (("{}", 1), ("{}", 1), ('{"a": 1}', 2)):
+        (tmp_path / "config.json").write_text(config)
+        check_trainer(tmp_path, model, train)
+        assert len(runs) == count
+    check_trainer(tmp_path, model, train, deterministic=True)
+    assert len(runs) == 3
+
+
+def test_refused_arguments_are_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text("{}")
+    answer = json.dumps({"problem": "no", "where": "train.megatron"})
+    monkeypatch.setattr(
+        preflight.subprocess,
+        "run",
+        lambda _command, **_: subprocess.CompletedProcess([], 0, answer, ""),
+    )
+    request = given(str(tmp_path))
+    model = ModelConfig.model_validate(request["model"])
+    train = TrainConfig.model_validate(request["train"])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"train\.megatron: no"):
+            check_trainer(tmp_path, model, train)
