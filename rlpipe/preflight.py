@@ -109,6 +109,7 @@ def _check_writable(config: RunConfig, home: Path) -> None:
     folders = {"--home": home, f"run={config.run}": home / config.run}
     if store.startswith("file://"):
         folders["store.root"] = Path(store.removeprefix("file://"))
+    folders |= _weight_folders(config)
     for key, folder in folders.items():
         _check_folder(key, folder)
     if other := _same_except_case(home / config.run):
@@ -122,6 +123,26 @@ def _check_writable(config: RunConfig, home: Path) -> None:
     # A run that exists may hold the port itself, in a process that is about to be taken over.
     if not (home / config.run / "run.json").exists():
         _check_port(config)
+
+
+def _weight_folders(config: RunConfig) -> dict[str, Path]:
+    """Return the folders of weight files that this machine uses, by key.
+
+    A Ray cluster or external engines may use such a folder of another machine.
+    """
+    sync = config.sync
+    other_machines = config.resources.ray_address or config.resources.external_engines
+    if not (config.needs_engines and sync.through_files) or other_machines:
+        return {}
+    folders = {
+        "sync.update_weight_disk_dir": sync.update_weight_disk_dir,
+        "sync.update_weight_local_checkpoint_dir": sync.update_weight_local_checkpoint_dir,
+    }
+    return {
+        key: Path(folder.removeprefix("file://"))
+        for key, folder in folders.items()
+        if folder is not None and not folder.startswith("s3://")
+    }
 
 
 def _check_port(config: RunConfig) -> None:
@@ -162,7 +183,9 @@ def _check_folder(key: str, folder: Path) -> None:
             where=key,
             found=f"{existing}: {error.strerror or error}",
             expected="a folder that this user can write to, or the name of a new one",
-            do="choose another folder: --home FOLDER for everything, store.root for the store",
+            do=f"choose another folder in {key}"
+            if key.startswith("sync.")
+            else "choose another folder: --home FOLDER for everything, store.root for the store",
         ) from error
 
 

@@ -314,6 +314,27 @@ def test_a_store_without_credentials_is_reported(folder: Path, monkeypatch: pyte
         check(config(folder, store={"root": "s3://bucket/runs"}), folder)
 
 
+@pytest.mark.parametrize(
+    ("transport", "key"),
+    [
+        ("disk", "update_weight_disk_dir"),
+        ("delta", "update_weight_disk_dir"),
+        ("delta", "update_weight_local_checkpoint_dir"),
+    ],
+)
+def test_a_folder_of_weight_files_that_is_not_writable_is_refused(
+    folder: Path, transport: str, key: str
+):
+    (folder / "file").write_text("")
+    sync = {"transport": transport, key: str(folder / "file" / "weights")}
+    with pytest.raises(ConfigError, match="this folder is not writable") as caught:
+        check(config(folder, sync=sync), folder / "home")
+    assert caught.value.where == f"sync.{key}" and "not a folder" in str(caught.value.found)
+    # Another machine may have the folder.
+    away = {"ray_address": "head:6379"}
+    check(config(folder, sync=sync, resources=away), folder / "home")
+
+
 def test_a_taken_name_is_refused_before_anything_starts(folder: Path):
     home = folder / "home"
     branches = Branches(Files(home / "store"))

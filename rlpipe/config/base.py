@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from rlpipe.config.introduced import introduced, is_tuning
+from rlpipe.errors import ConfigError
 
 STRICT_TYPES = frozenset({"bool", "int", "float"})
 """Scalar types that accept no conversion. A whole number is still a valid `float`."""
@@ -94,17 +95,21 @@ class Config(BaseModel):
         """Refuse an empty string and a number beyond the limits of all settings."""
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, str) and not part:
-                raise ValueError(
-                    "an empty string has no meaning here; remove the key, or write null if null is "
-                    "allowed"
+                raise ConfigError(
+                    "an empty string has no meaning here",
+                    do="remove the key, or write null if null is allowed",
                 )
             if not isinstance(part, int | float) or isinstance(part, bool):
                 continue
             if isinstance(part, float) and abs(part) > LARGEST:
-                raise ValueError(f"{part:g} is too large; expected at most {LARGEST:g}")
+                raise ConfigError(
+                    "not a valid value", found=f"{part:g}", expected=f"at most {LARGEST:g}"
+                )
             if (info.field_name or "").endswith("_s") and part > LONGEST_S:
-                raise ValueError(
-                    f"{part:g} seconds are more than three years; expected at most {LONGEST_S:g}"
+                raise ConfigError(
+                    "not a valid number of seconds",
+                    found=f"{part:g}",
+                    expected=f"at most {LONGEST_S:g} (three years)",
                 )
         return value
 
@@ -145,9 +150,11 @@ def _plain(value: Any, of_model: Callable[[Config], dict[str, Any]]) -> Any:
 
 def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
-        raise ValueError(
-            f"not a valid name: found {value[:120]!a}, expected at most 100 letters, digits, '.', "
-            "'_' and '-', starting with a letter or a digit"
+        raise ConfigError(
+            "not a valid name",
+            found=f"{value[:120]!a}",
+            expected="at most 100 letters, digits, '.', '_' and '-', "
+            "starting with a letter or a digit",
         )
     return value
 

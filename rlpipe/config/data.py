@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.base import MOST_PROCESSES, MOST_ROWS, MOST_TOKENS, Config, Tuning
 from rlpipe.config.rollout import TokenId, TopK
+from rlpipe.errors import ConfigError
 
 
 class FilePrompts(Config):
@@ -332,9 +333,10 @@ class EvalDataset(Config):
     @classmethod
     def _fits_into_a_metric_name(cls, value: str) -> str:
         if "/" in value or not value.isprintable() or value != value.strip():
-            raise ValueError(
-                "the metric eval/<name>/accuracy contains this name; expected no '/' and no spaces "
-                f"around it, found {value!r}"
+            raise ConfigError(
+                "not a valid name, because the metric eval/<name>/accuracy contains it",
+                found=f"{value!r}",
+                expected="no '/' and no spaces around it",
             )
         return value
 

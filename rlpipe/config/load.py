@@ -281,15 +281,18 @@ def find_recipe(recipe: str | Path) -> Path:
             expected=f"a YAML file, or one of {', '.join(recipes())}",
             do="check the path; it counts from the current folder",
         )
+    # `rlpipe init NAME` makes a folder, whose recipe has another name.
+    in_folder = next(iter(sorted(path.glob("*.y*ml"))), None)
     if len(path.parts) != 1:
         raise ConfigError(
             "not a recipe",
             where=repr(str(recipe)),
             expected="a YAML file (.yaml, .yml), or the name of a recipe",
+            do=f"give the file in this folder: {in_folder}" if in_folder else None,
         )
-    path = RECIPES / f"{recipe}.yaml"
-    if _is_file(path):
-        return path
+    named = RECIPES / f"{recipe}.yaml"
+    if _is_file(named):
+        return named
     names = recipes()
     close = nearest(str(recipe), names) or names
     expected = f"one of {', '.join(close)}" if close else f"a YAML file in {RECIPES}"
@@ -297,7 +300,9 @@ def find_recipe(recipe: str | Path) -> Path:
         "the project has no such recipe",
         where=str(recipe),
         expected=expected,
-        do="or give the path of a YAML file",
+        do=f"give the file in this folder: {in_folder}"
+        if in_folder
+        else "or give the path of a YAML file",
     )
 
 

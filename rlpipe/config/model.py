@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from rlpipe.config.base import MOST_GPUS, MOST_PROCESSES, Config, Name, Tuning
+from rlpipe.errors import ConfigError
 
 
 class HuggingFaceModel(Config):
@@ -29,6 +30,11 @@ class HuggingFaceModel(Config):
     None: `hf_checkpoint` has the weights, too."""
     megatron_checkpoint_step: int | None = Tuning(None)
     """Iteration of `megatron_checkpoint` if it is a parent; None: the newest."""
+    megatron_optimizer: bool = False
+    """Continue with the optimizer state of `megatron_checkpoint` and its position in the learning
+    rate schedule, not only with its weights. It is converted once, into `{home}/models`. The format
+    is torch_dist, of a model without experts or saved with `--dist-ckpt-optim-fully-reshardable`,
+    and model.dtype is that of its weights. Iterations count from 0 again. A critic starts fresh."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the directory. Set true only for code that you trust."""
 
@@ -74,7 +80,7 @@ class ModelConfig(Config):
 
 
 def _address(value: str) -> str:
-    """Return `host:port` as a URL. Raises: ValueError."""
+    """Return `host:port` as a URL. Raises: ConfigError."""
     url = urlsplit(value if "://" in value else f"http://{value}")
     if (
         url.scheme not in ("http", "https")
@@ -82,7 +88,7 @@ def _address(value: str) -> str:
         or url.port is None
         or url.path.rstrip("/")
     ):
-        raise ValueError(f"expected http://host:port or host:port, found {value!r}")
+        raise ConfigError("not an address", found=value, expected="http://host:port or host:port")
     return f"{url.scheme}://{url.netloc}"
 
 

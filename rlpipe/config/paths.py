@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,14 +74,14 @@ def check_paths(config: RunConfig, origin: Origin) -> None:
         file, rest = _split(key, value)
         if not is_of_project(file) and not _may_be_on_hub(key, value):
             folders = list(dict.fromkeys(_folders(key, origin)))
-            near = [str(path) for folder in folders for path in _similar(folder / file)]
+            near = _most_similar([folder / file for folder in folders])
             raise ConfigError(
                 "the file does not exist",
                 where=f"{key} ({origin.of(key)})",
                 found=f"no {file} in {' and not in '.join(map(str, folders))}",
                 expected="a path relative to the recipe's folder or to the current one, "
                 "or an absolute path",
-                do=f"write {near[0]}{rest}" if near else "correct the path",
+                do=f"write {near}{rest}" if near else "correct the path",
             )
         return value
 
@@ -183,11 +183,19 @@ def _may_be_on_hub(key: str, value: str) -> bool:
     return is_model and model_reference(value) is not None
 
 
-def _similar(path: Path) -> list[Path]:
-    with suppress(OSError, ValueError):
-        names = [entry.name for entry in path.parent.iterdir()]
-        return [path.with_name(name) for name in get_close_matches(path.name, names, n=1)]
-    return []
+def _most_similar(paths: list[Path]) -> Path | None:
+    """Return the existing file whose name is most similar to that of one of the paths."""
+    best: Path | None = None
+    best_ratio = 0.0
+    for path in paths:
+        with suppress(OSError, ValueError):
+            names = [entry.name for entry in path.parent.iterdir()]
+            for name in get_close_matches(path.name, names, n=1):
+                ratio = SequenceMatcher(None, path.name, name).ratio()
+                if ratio > best_ratio:
+                    best = path.with_name(name)
+                    best_ratio = ratio
+    return best
 
 
 def _exists(path: Path) -> bool:

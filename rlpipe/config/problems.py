@@ -140,6 +140,11 @@ def _problem(entry: Any) -> _Problem:
         text = "unknown type" if found else "this key is needed"
         return _Problem(f"{key}.type", text, found, expected)
     if kind == "value_error":
+        error = entry.get("ctx", {}).get("error")
+        if isinstance(error, ConfigError):
+            expected = [] if error.expected is None else [str(error.expected)]
+            found = None if error.found is None else str(error.found)
+            return _Problem(key, error.problem, found, expected, error.do)
         return _Problem(key, message)
     found = _shown(entry["input"])
     if kind == "too_short":

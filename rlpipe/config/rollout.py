@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlpipe.config.base import MOST_ROWS, MOST_TOKENS, Config, Tuning
+from rlpipe.errors import ConfigError
 
 
 def _top_k(value: int) -> int:
     if value != -1 and value < 1:
-        raise ValueError(f"expected a number of tokens, or -1 for all of them; found {value}")
+        raise ConfigError(
+            "not a valid value", found=value, expected="a number of tokens, or -1 for all of them"
+        )
     return value
 
 

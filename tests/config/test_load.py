@@ -128,6 +128,11 @@ def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):
         ("rollout.rollout_stop=STOP", "'STOP'", "write [STOP]"),
         ("num_rollout=", "null (no value)", None),
         ("num_rollout=true", "true", None),
+        ("run=a/b", "'a/b'", None),
+        ("store.root=gs://bucket/runs", "gs://bucket/runs", None),
+        ("engine.router_url=router", "router", None),
+        ("rollout.rollout_top_k=-3", "-3", None),
+        ("model.source.hf_checkpoint=", "null (no value)", None),
     ],
 )
 def test_the_error_of_a_wrong_value_shows_yaml(recipe, override: str, found: str, do: str | None):
@@ -194,6 +199,14 @@ def test_recipes_are_found_by_name_or_path(recipe, tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         find_recipe("smalll")
     assert caught.value.expected == "one of small"
+    # A folder that `rlpipe init` made.
+    for folder in ("first", "my/first"):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "recipe.yaml").write_text("")
+        with pytest.raises(ConfigError) as caught:
+            find_recipe(folder)
+        assert caught.value.do == f"give the file in this folder: {folder}/recipe.yaml"
     with pytest.raises(ConfigError, match="recipe file does not exist"):
         find_recipe(tmp_path / "none.yaml")
 

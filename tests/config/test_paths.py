@@ -102,6 +102,13 @@ def test_the_error_of_a_missing_file_names_both_folders(recipe: Path, override: 
         assert part in message
 
 
+def test_the_error_of_a_missing_file_names_the_most_similar_file_of_both_folders(recipe: Path):
+    Path("remind.py").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        require_files(recipe, ["reward.function.path=mien.py:score"])
+    assert caught.value.do == f"write {recipe.parent}/mine.py:score"
+
+
 def test_a_name_of_the_hub_is_no_missing_file(recipe: Path):
     require_files(recipe, ["model.source.hf_checkpoint=Qwen/Qwen3-0.6B"])
     (recipe.parent / "Qwen/Qwen3-0.6B").mkdir(parents=True)

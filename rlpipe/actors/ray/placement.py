@@ -110,14 +110,15 @@ class Placement:
         _remove(others)
 
     def _no_room(self) -> ResourceError:
-        total = ray.cluster_resources()
-        free = ray.available_resources()
+        total = ray.cluster_resources().get(self._kind, 0.0)
+        free = ray.available_resources().get(self._kind, 0.0)
         return ResourceError(
-            "the cluster has not enough room",
+            "the Ray cluster has not enough room for this run",
             where="resources",
-            found=f"{total}, of which free {free}; held: {placed_groups() or 'nothing'}",
+            found=f"{total:g} {self._kind}s, of which {free:g} are free; "
+            f"placement groups that hold some: {placed_groups() or 'none'}",
             expected="; ".join(
-                f"{bundles} × {width} {self._kind} for the {use}"
+                f"{bundles} × {width} {self._kind}s for the {use}"
                 for use, (bundles, width) in self._shapes.items()
             ),
             do="ask for fewer ranks or engines; put both onto the same GPUs with "

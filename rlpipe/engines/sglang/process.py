@@ -68,6 +68,10 @@ class ServerProcess:
         """Return variables to add to this process's environment."""
         return {}
 
+    def advice(self, log: str) -> str:
+        """Return what to do about a process that ended while starting, from the end of its log."""
+        return f"read {self.log_path}"
+
     def start(self) -> None:
         """Start the process and return at once. Raises: ResourceError if the port is taken."""
         require_free_port(self.host, self.port, self.name)
@@ -107,11 +111,12 @@ class ServerProcess:
             while not self._answers(client):
                 if not self.alive:
                     code = None if self.process is None else self.process.returncode
+                    tail = self.log_tail()
                     raise EngineUnavailable(
                         "the process ended while starting",
                         where=self.name,
-                        found=f"exit status {code}; {self.log_tail()}",
-                        do=f"read {self.log_path}",
+                        found=f"exit status {code}; {tail}",
+                        do=self.advice(tail),
                     )
                 if time.monotonic() > end_s:
                     raise DeadlineExceeded(

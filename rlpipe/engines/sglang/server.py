@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,16 @@ LARGE_GPU_MIB = 60 * 1024
 """SGLang captures graphs for smaller batches on GPUs with less memory than this."""
 MIN_HEAD_DIM = 64
 """Smallest head size of FlashAttention and FlashInfer. Triton's attention takes any."""
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|Not enough (GPU )?memory", re.IGNORECASE
+)
+"""In the log of a server whose GPU is too small for weights, cache or CUDA graphs."""
+MORE_MEMORY = (
+    "the GPU is too small for these settings: reduce engine.sglang.context_length; use more GPUs "
+    "for an engine (resources.rollout_num_gpus_per_engine); change engine.sglang."
+    "mem_fraction_static (larger: more cache; smaller: more room for activations and other "
+    "programs on the GPU)"
+)
 _ALWAYS = {
     "skip_server_warmup": True,
     "log_level_http": "warning",
@@ -159,6 +170,14 @@ class Server(ServerProcess):
 
     def arguments(self) -> list[str]:
         return flags("sglang", self._arguments)
+
+    def advice(self, log: str) -> str:
+        """Return what to do about a server that ended while starting, from the end of its log."""
+        return (
+            f"{MORE_MEMORY}; read {self.log_path}"
+            if OUT_OF_MEMORY.search(log)
+            else super().advice(log)
+        )
 
     def environment(self) -> dict[str, str]:
         variables = dict(FAST_EXIT)

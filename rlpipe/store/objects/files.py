@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from rlpipe.config.store_root import EXPECTED, canonical_root
-from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
+from rlpipe.config.store_root import canonical_root
+from rlpipe.errors import ConfigError, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.objects.local import (
     TEMPORARY,
     Entry,
@@ -228,9 +228,9 @@ def _open(root: str) -> Backend:
 def _canonical_root(root: str) -> str:
     try:
         return canonical_root(root)
-    except ValueError as error:
+    except ConfigError as error:
         raise StoreError(
-            "not a root for a store", where="store.root", found=root, expected=EXPECTED
+            error.problem, where=error.where, found=error.found, expected=error.expected
         ) from error
 
 

@@ -292,6 +292,26 @@ def test_the_error_of_a_server_that_dies_while_starting_shows_its_log(tmp_path):
     assert not router.alive
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+    ],
+)
+def test_the_error_of_an_engine_on_a_too_small_gpu_names_the_settings(tmp_path, line: str):
+    make_model(tmp_path / "model", seed=0)
+    server = _server(tmp_path / "model", tmp_path / "log")
+    (tmp_path / "log").write_text(f"{line}\n")
+    server.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    server.process.wait()
+    with pytest.raises(EngineUnavailable) as caught:
+        server.wait_ready(1)
+    assert line in str(caught.value.found)
+    for part in ("engine.sglang.mem_fraction_static", "context_length", str(tmp_path / "log")):
+        assert part in str(caught.value.do)
+
+
 @pytest.mark.integration
 def test_the_error_of_a_server_that_is_not_ready_in_time_names_the_server(tmp_path):
     router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
