@@ -13,7 +13,9 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
 from rlpipe.engines.megatron.bridges.bridge import BRIDGES, LOCAL, with_own_table
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
+from rlpipe.engines.megatron.bridges.supported import check_config
 from rlpipe.engines.megatron.model.build import split_arguments
+from rlpipe.errors import ConfigError
 
 # isort: split
 from mbridge.core.parallel_states import ParallelStates
@@ -57,9 +59,31 @@ def _sizes(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str,
     }
 
 
+_DISTILLED = {"model_type": "qwen2", "vocab_size": 151936, "num_key_value_heads": 2}
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def _few_layers(number: int) -> dict[str, Any]:
+    """Return the architecture of the first layers of DeepSeek-V3."""
+    return {"model_type": "deepseek_v3", "num_hidden_layers": number}
+
+
 MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
     "deepseek-v3": (671, 141, {"model_type": "deepseek_v3"}),
+    "deepseek-v3-5layer": (26.7, 141, _few_layers(5)),
+    "deepseek-v3-20layer": (199, 141, _few_layers(20)),
     "glm4-9b": (9.4, 80, {"model_type": "glm4"}),
+    "glm4-32b": (
+        32.6,
+        141,
+        {"model_type": "glm4", "num_key_value_heads": 8, **_sizes(6144, 61, 48, 23040)},
+    ),
     "glm4.5-106b-a12b": (107, 141, {**_GLM45}),
     "glm4.5-355b-a32b": (
         353,
@@ -86,6 +110,27 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
     ),
     "llama3.1-70b": (70.6, 141, {**_LLAMA3, **_sizes(8192, 80, 64, 28672)}),
     "llama3.1-8b": (8.0, 80, {**_LLAMA3, **_sizes(4096, 32, 32, 14336)}),
+    "llama3.2-3b": (
+        3.2,
+        80,
+        {
+            **_LLAMA3,
+            **_sizes(3072, 28, 24, 8192),
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mimo-7b": (
+        7.6,
+        80,
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151680,
+            "num_key_value_heads": 8,
+            **_sizes(4096, 36, 32, 11008),
+        },
+    ),
+    "minimax-m2": (229, 141, {"model_type": "minimax_m2"}),
     "moonlight-16b-a3b": (
         16,
         80,
@@ -100,6 +145,31 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
             "num_experts_per_tok": 6,
         },
     ),
+    "qwen2.5-0.5b": (
+        0.49,
+        80,
+        {**_DISTILLED, **_sizes(896, 24, 14, 4864), "tie_word_embeddings": True},
+    ),
+    "qwen2.5-1.5b": (
+        1.54,
+        80,
+        {**_DISTILLED, **_sizes(1536, 28, 12, 8960), "tie_word_embeddings": True},
+    ),
+    "qwen2.5-3b": (
+        3.09,
+        80,
+        {**_DISTILLED, **_sizes(2048, 36, 16, 11008), "tie_word_embeddings": True},
+    ),
+    "qwen2.5-32b": (
+        32.8,
+        141,
+        {
+            "model_type": "qwen2",
+            "vocab_size": 152064,
+            "num_key_value_heads": 8,
+            **_sizes(5120, 64, 40, 27648),
+        },
+    ),
     "qwen2.5-7b": (
         7.6,
         80,
@@ -110,6 +180,29 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
             **_sizes(3584, 28, 28, 18944),
         },
     ),
+    "qwen3-0.6b": (0.6, 80, {**_QWEN3, **_sizes(1024, 28, 16, 3072), "tie_word_embeddings": True}),
+    "qwen3-1.7b": (1.72, 80, {**_QWEN3, **_sizes(2048, 28, 16, 6144), "tie_word_embeddings": True}),
+    "qwen3-14b": (14.8, 80, {**_QWEN3, **_sizes(5120, 40, 40, 17408)}),
+    "qwen3-next-80b-a3b": (79.7, 141, {"model_type": "qwen3_next"}),
+    "qwen3.5-0.8b": (
+        0.75,
+        80,
+        {
+            **_QWEN35,
+            **_sizes(1024, 24, 8, 3584),
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-4b": (4.2, 80, {**_QWEN35, **_sizes(2560, 32, 16, 9216), "tie_word_embeddings": True}),
+    "qwen3.5-9b": (9.0, 80, {**_QWEN35, **_sizes(4096, 32, 16, 12288)}),
+    "qwen3.5-27b": (
+        26.9,
+        141,
+        {**_QWEN35, **_sizes(5120, 64, 24, 17408), "linear_num_value_heads": 48},
+    ),
+    "qwen3.5-35b-a3b": (34.7, 141, {"model_type": "qwen3_5_moe_text"}),
     "qwen3-235b-a22b": (
         235,
         141,
@@ -125,6 +218,49 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
     "qwen3-8b": (8.2, 80, {**_QWEN3, **_sizes(4096, 36, 32, 12288)}),
 }
 """Preset: billions of parameters; gigabytes of the GPUs that it is for; the model's config.json."""
+
+SLIME_SCRIPTS = {
+    "deepseek-v3-20layer": "deepseek-v3-20layer",
+    "deepseek-v3-5layer": "deepseek-v3-5layer",
+    "deepseek-v3": "deepseek-v3",
+    "glm4-32B": "glm4-32b",
+    "glm4-9B": "glm4-9b",
+    "glm4.5-106B-A12B": "glm4.5-106b-a12b",
+    "glm4.5-355B-A32B": "glm4.5-355b-a32b",
+    "glm4.7-30B-A3B": "glm4.7-30b-a3b",
+    "glm5-744B-A40B": None,
+    "glm5.2-744B-A40B": None,
+    "kimi-k2-thinking": "kimi-k2",
+    "kimi-k2": "kimi-k2",
+    "llama3.1-8B-Instruct": "llama3.1-8b",
+    "llama3.2-3B-Instruct-amd": "llama3.2-3b",
+    "llama3.2-3B-Instruct": "llama3.2-3b",
+    "mimo-7B-rl": "mimo-7b",
+    "minimax-m2": "minimax-m2",
+    "moonlight": "moonlight-16b-a3b",
+    "qwen2.5-0.5B": "qwen2.5-0.5b",
+    "qwen2.5-1.5B": "qwen2.5-1.5b",
+    "qwen2.5-32B": "qwen2.5-32b",
+    "qwen2.5-3B": "qwen2.5-3b",
+    "qwen2.5-7B": "qwen2.5-7b",
+    "qwen3-0.6B": "qwen3-0.6b",
+    "qwen3-1.7B": "qwen3-1.7b",
+    "qwen3-14B": "qwen3-14b",
+    "qwen3-235B-A22B": "qwen3-235b-a22b",
+    "qwen3-30B-A3B": "qwen3-30b-a3b",
+    "qwen3-32B": "qwen3-32b",
+    "qwen3-4B-Instruct-2507": "qwen3-4b",
+    "qwen3-4B": "qwen3-4b",
+    "qwen3-8B": "qwen3-8b",
+    "qwen3-next-80B-A3B": "qwen3-next-80b-a3b",
+    "qwen3.5-0.8B": "qwen3.5-0.8b",
+    "qwen3.5-27B": "qwen3.5-27b",
+    "qwen3.5-35B-A3B-vl": None,
+    "qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
+    "qwen3.5-4B": "qwen3.5-4b",
+    "qwen3.5-9B": "qwen3.5-9b",
+}
+"""Model script of slime (commit 624b824a) → preset; None: a model type that is refused by name."""
 
 RECIPE = """\
 num_rollout: 1
@@ -144,6 +280,14 @@ def recipe(tmp_path_factory):
 
 def test_every_preset_is_tested_here():
     assert sorted(MODELS) == presets()
+
+
+def test_every_model_script_of_slime_has_a_preset_or_is_refused():
+    assert len(SLIME_SCRIPTS) == 39
+    assert {preset for preset in SLIME_SCRIPTS.values() if preset} <= set(presets())
+    for kind in ("glm_moe_dsa", "qwen3_5", "qwen3_5_moe"):
+        with pytest.raises(ConfigError, match=kind):
+            check_config({"model_type": kind}, "config.json")
 
 
 @pytest.mark.parametrize("preset", presets())

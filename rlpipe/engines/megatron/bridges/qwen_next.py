@@ -185,8 +185,12 @@ class Qwen35(_GatedDeltaBridge, Qwen2Bridge):
 
 @register_model("qwen3_5_moe_text")
 class Qwen35Moe(_Experts):
-    """Text models of Qwen3.5 with experts."""
+    """Text models of Qwen3.5 with experts. All layers have them, so there is no dense size."""
 
+    _CONFIG_MAPPING: ClassVar[dict[str, Any]] = {
+        **LLMBridge._CONFIG_MAPPING,
+        "ffn_hidden_size": "moe_intermediate_size",
+    }
     _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
         **_GatedDeltaBridge._ATTENTION_MAPPING,
         **_SEPARATE,
