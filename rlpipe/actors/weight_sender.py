@@ -151,7 +151,7 @@ class WeightSender:
             # With shared GPUs the push phase holds requests.
             hold = not (to.idle or state.sharing.active)
             async with state.requests.during_push() if hold else nullcontext():
-                urls = await to.begin(to.urls())
+                urls = await to.begin_push(to.urls())
                 answers = await trainer.call(
                     "push",
                     held=weights.digest,
@@ -162,7 +162,7 @@ class WeightSender:
                     deadline_s=config.sync.timeout_s + CALL_TIMEOUT_S,
                 )
                 # rank 0 talked to the engines and knows which ones got the weights
-                await to.end(answers[0]["unknown"])
+                await to.end_push(answers[0]["unknown"])
         return answers[0]
 
     def _files(self) -> FilesSync:

@@ -45,8 +45,8 @@ from tools.bench.measures import Row, alternate, figure
 from tools.bench.serving import Serving, serving
 from tools.bench.shapes import trained_batch
 from tools.bench.sync_side import RankProcess, RankSetup
+from tools.command.parsers import BENCH_TRANSPORTS
 
-TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
 ENGINE = {"disable_cuda_graph": True}
 SHARED_MEMORY = {"mem_fraction_static": 0.2}
 """Share of a GPU on which the trainer is, too."""
@@ -127,12 +127,12 @@ class Pushes:
         async def trainer() -> AsyncIterator[Any]:
             yield _Group(self.trainer)
 
-        async def begin(urls: Sequence[str]) -> list[str]:
+        async def begin_push(urls: Sequence[str]) -> list[str]:
             return list(urls)
 
-        async def end(unknown: Mapping[str, str]) -> None: ...
+        async def end_push(unknown: Mapping[str, str]) -> None: ...
 
-        to = Receivers(lambda: list(self.up.engines), begin, end, idle=True)
+        to = Receivers(lambda: list(self.up.engines), begin_push, end_push, idle=True)
         sent = await FilesSync(spec, "bench").send(
             weights, to, engines, trainer=trainer, loading=nullcontext
         )
@@ -205,8 +205,8 @@ def transports(*, on_gpus: bool, shared: bool) -> list[str]:
     NCCL does not join two processes on one GPU, and memory handles do not reach another GPU. A CPU
     supports all of them.
     """
-    some = ["ipc", "distributed"] if not on_gpus else ["ipc"] if shared else ["distributed"]
-    return [*some, "tensor", "disk", "delta"]
+    left_out = ("distributed" if shared else "ipc") if on_gpus else None
+    return [name for name in BENCH_TRANSPORTS if name != left_out]
 
 
 def _rows(bench: Bench, pushes: Pushes, only: Sequence[str], say) -> list[Row]:

@@ -281,9 +281,11 @@ class EngineActor:
         return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
-        """End the server. An external server continues, and its weights are unknown."""
+        """Stop the server. An external server keeps running, and is checked before its next use."""
         self._unknown = True
-        if self._server is not None:
+        if isinstance(self._server, ExternalServer):
+            self._server.require_check()
+        elif self._server is not None:
             self._server.stop()
 
 
@@ -345,8 +347,8 @@ class RouterActor:
                 self._router.remove(url)
 
     def stop(self) -> None:
-        """End the router."""
-        if self._router is not None:
+        """Stop the router. An external router keeps running."""
+        if self._router is not None and not isinstance(self._router, ExternalRouter):
             self._router.stop()
 
 

@@ -86,10 +86,10 @@ class FilesSync:
         end_s = start_s + self.sync.timeout_s
         folders, unknown = await self._fetch(weights.stamp, to.urls(), engines, end_s)
         async with loading():
-            urls = await to.begin(list(folders))
+            urls = await to.begin_push(list(folders))
             report = await self._load_all(weights.stamp, {url: folders[url] for url in urls}, end_s)
             unknown |= report.unknown
-            await to.end(unknown)
+            await to.end_push(unknown)
         return {
             "bytes": version.size_bytes,
             "seconds": time.monotonic() - start_s,

@@ -1,7 +1,7 @@
 """`Fleet`: supervise the engines of a cluster and their router, and keep them at the published
 weights.
 
-Each engine has a supervisor coroutine. It starts an engine that died, ends an engine that hangs,
+Each engine has a supervisor coroutine. It starts an engine that died, stops an engine that hangs,
 sends it the published weights, and only then admits it at the router. A push to all engines goes
 through `publish`. The server's answer says which weights an engine holds; from before the first
 byte of a push until the echo they are unknown, and the engine gets no requests.
@@ -58,10 +58,10 @@ class Receivers:
     urls: Callable[[], Sequence[str]]
     """Return their URLs. Called once the trainer is locked: a restore of the trainer may have
     released the weights of further engines."""
-    begin: Callable[[Sequence[str]], Awaitable[list[str]]]
+    begin_push: Callable[[Sequence[str]], Awaitable[list[str]]]
     """Awaited with these URLs right before the first byte; returns the URLs to send to. Engines
     without an answer of their actor are left out."""
-    end: Callable[[Mapping[str, str]], Awaitable[None]]
+    end_push: Callable[[Mapping[str, str]], Awaitable[None]]
     """Awaited after the last byte, before engines may sample again. The argument has the reason for
     each URL with unknown weights."""
     idle: bool
@@ -247,7 +247,7 @@ class Fleet:
         await gather(calls, where="engine.require_spans", deadline_s=CALL_TIMEOUT_S)
 
     async def stop_engines(self) -> None:
-        """End all servers, because their weights are wrong. Supervisors start others."""
+        """Stop all servers, because their weights are wrong. Supervisors start others."""
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     async def _supervise(self, engine: SupervisedEngine) -> None:
@@ -380,7 +380,7 @@ class Fleet:
         begun: list[str] = []
         arrived: list[SupervisedEngine] = []
 
-        async def begin(urls: Sequence[str]) -> list[str]:
+        async def begin_push(urls: Sequence[str]) -> list[str]:
             self._interruptions += 1
             engines = self._with_urls(urls)
             # From here on the weights are unknown, also if this process is cancelled.
@@ -396,7 +396,7 @@ class Fleet:
                 )
             return begun
 
-        async def end(unknown: Mapping[str, str]) -> None:
+        async def end_push(unknown: Mapping[str, str]) -> None:
             await self._exclude(self._with_urls(unknown))
             # An engine that restarted during the push has another URL and is not among them.
             reached = [engine for engine in self._with_urls(begun) if engine.url not in unknown]
@@ -405,7 +405,7 @@ class Fleet:
                 engine.stamp = weights.stamp
 
         idle = not any(engine.admitted for engine in outdated)
-        receivers = Receivers(lambda: self._without_weights(outdated), begin, end, idle)
+        receivers = Receivers(lambda: self._without_weights(outdated), begin_push, end_push, idle)
         try:
             sent = await self._send(weights, receivers, force=force)
         except BaseException:
@@ -465,7 +465,7 @@ class Fleet:
                 engine.admitted = True
 
     async def _exclude(self, engines: list[SupervisedEngine]) -> None:
-        """Remove engines with unknown weights from the router and end them.
+        """Remove engines with unknown weights from the router and stop them.
 
         Their supervisors start others.
         """

@@ -132,7 +132,7 @@ class SupervisedEngine:
         )[0]
 
     async def stop(self) -> None:
-        """End the servers; the supervisor starts others."""
+        """Stop the servers; the supervisor starts others."""
         # before the calls, so that no push begins with this engine meanwhile
         self.url = None
         self.stamp = None
@@ -147,7 +147,7 @@ class SupervisedEngine:
     async def set_memory(
         self, method: Literal["release_memory", "resume_memory"], tags: Collection[str]
     ) -> None:
-        """Call this method of `EngineActor`. End the engine if the call fails."""
+        """Call this method of `EngineActor`. Stop the engine if the call fails."""
         if self.url is None:
             return
         try:

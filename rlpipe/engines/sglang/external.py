@@ -100,7 +100,7 @@ class ExternalServer:
     def wait_ready(self, deadline_s: float) -> None:
         """Return at once: a server is ready after `start`."""
 
-    def stop(self) -> None:
+    def require_check(self) -> None:
         """Require another check before the next use. The process keeps running."""
         self._checked = False
 
@@ -198,9 +198,6 @@ class ExternalRouter(Routes):
                     do=self.do,
                 )
             time.sleep(_POLL_S)
-
-    def stop(self) -> None:
-        """Do nothing: the process keeps running."""
 
     def require_alone(self, ours: Collection[str]) -> None:
         """Require that the router serves no live engine except `ours` (URLs).

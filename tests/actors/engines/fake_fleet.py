@@ -36,7 +36,7 @@ class Trainer:
             raise self.fails_before
         if self.ahead and not force:
             return None
-        urls = await to.begin(to.urls())
+        urls = await to.begin_push(to.urls())
         if self.fails_after is not None:
             raise self.fails_after
         self.sent.append((weights.stamp, list(urls), to.idle))
@@ -48,7 +48,7 @@ class Trainer:
         if self.meanwhile is not None:
             await self.meanwhile()
         unknown = {url: "lost during the push" for url in urls if url in self.lost}
-        await to.end(unknown)
+        await to.end_push(unknown)
         return {"bytes": 7, "seconds": 0.1, "unknown": unknown}
 
     async def can_send(self, weights: Weights) -> bool:

@@ -46,11 +46,11 @@ class Pushes:
         self.model = live.model
 
     async def __call__(self, weights: Weights, to: Receivers, *, force: bool) -> dict[str, Any]:
-        urls = await to.begin(to.urls())
+        urls = await to.begin_push(to.urls())
         report = await asyncio.to_thread(
             self.transport.send, self.model.state_dict().items(), Push(weights.stamp, urls)
         )
-        await to.end(report.unknown)
+        await to.end_push(report.unknown)
         return {"bytes": report.size_bytes, "seconds": report.seconds, "unknown": report.unknown}
 
 

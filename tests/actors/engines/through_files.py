@@ -115,14 +115,14 @@ class Push:
             finally:
                 self.log.append("released")
 
-        async def begin(urls: Sequence[str]) -> list[str]:
+        async def begin_push(urls: Sequence[str]) -> list[str]:
             self.log.append("begin")
             return list(urls)
 
-        async def end(unknown: Mapping[str, str]) -> None:
+        async def end_push(unknown: Mapping[str, str]) -> None:
             self.log.append("end")
 
-        to = Receivers(lambda: [kept.url for kept in self.kept], begin, end, idle=True)
+        to = Receivers(lambda: [kept.url for kept in self.kept], begin_push, end_push, idle=True)
         return await self.files.send(
             weights(version), to, cast("Any", self.kept), trainer=trainer, loading=held
         )

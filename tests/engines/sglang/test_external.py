@@ -118,12 +118,12 @@ def test_a_server_is_not_alive_until_its_settings_are_checked(
 
 
 @pytest.mark.integration
-def test_a_real_server_is_checked_and_checked_again_after_stop(live):
+def test_a_real_server_is_checked_and_checked_again_on_request(live):
     server = ExternalServer(live.server.url, _requirements(live))
     assert not server.alive, "its settings are not checked yet"
     server.start()
     assert server.alive
-    server.stop()
+    server.require_check()
     assert live.server.alive and not server.alive
     for wrong in ({"dtype": "bfloat16"}, {"tensor_parallel_size": 2}):
         with pytest.raises(
@@ -142,8 +142,6 @@ def test_a_real_router_is_used_and_refused_if_it_serves_other_engines(live):
         router.require_alone([])
     router.remove(live.server.url)
     router.add(live.server.url)
-    router.stop()
-    assert live.router.alive
 
 
 def test_the_error_of_a_missing_router_names_its_url(tmp_path: Path):

@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 from tools import audit
 from tools.bench.__main__ import PARTS
 from tools.bench.shapes import SHAPES
-from tools.bench.syncing import TRANSPORTS
 from tools.bench.training import BASELINES
 from tools.command import completion, parsers
 from tools.command.main import COMPLETION_VARIABLE, application, options, run
@@ -95,7 +94,6 @@ def test_the_choices_of_options_are_those_of_the_modules():
     assert list(parsers.AUDITS) == sorted(audit.COMMANDS)
     assert list(parsers.BENCH_SHAPES) == list(SHAPES)
     assert list(parsers.BENCH_BASELINES) == list(BASELINES)
-    assert parsers.BENCH_TRANSPORTS == TRANSPORTS
     assert list(parsers.BENCH_PARTS) == list(PARTS)
 
 
