@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.browser import browser
+from tests.garbage import exempt_imports
 from tests.gpus import prepare, visible_gpus
 
 os.environ.setdefault(
@@ -124,6 +125,10 @@ def two_ranks() -> Iterator[Any]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
+
+
+def pytest_runtest_setup() -> None:
+    exempt_imports()
 
 
 @pytest.fixture(autouse=True)

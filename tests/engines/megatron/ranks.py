@@ -17,6 +17,11 @@ from rlpipe.batch.packing import plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.system.ports import free_port
+from tests.garbage import exempt_imports
+
+
+PRELOADED = ["rlpipe.engines.megatron.engine"]
+"""Imported once, in the process that all ranks are forked from: it takes seven CPU seconds."""
 
 
 class Ranks:
@@ -30,7 +35,8 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes = []
         self._processes = []
         for _ in range(self._number):
@@ -73,6 +79,7 @@ class Ranks:
 def _serve(pipe) -> None:
     while (order := pipe.recv()) is not None:
         job, arguments = order
+        exempt_imports()
         try:
             pipe.send((job(*arguments), None))
         except Exception:  # noqa: BLE001 - the test that started the job shows it
