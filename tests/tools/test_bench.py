@@ -21,7 +21,7 @@ from tests.live_engine import Live, live_engine
 from tools.bench import sampling, storing, training
 from tools.bench.bench import Bench, open_bench
 from tools.bench.hf_side import padded
-from tools.bench.idle import covered, shares
+from tools.bench.iterations import covered, shares
 from tools.bench.measures import Row, alternate, table
 from tools.bench.serving import Serving
 from tools.bench.shapes import SHAPES, hf_config, random_text, tokenizer, trained_batch
