@@ -19,7 +19,7 @@ from rlpipe.store.segments import Segments, current_state
 from rlpipe.sync.probe import BOUNDS, Agreement, probe_metrics
 from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
-from tasks.ordering import commit_before_sampling
+from tasks.ordering import commit_before_sampling, is_committed
 from tasks.record import reuse_or_run, stage_task
 from tasks.train import hold
 
@@ -42,7 +42,22 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
         machines = distinct_machines([engine["facts"] for engine in await ctx.cluster.engines()])
         return {"outputs": {**result, "version": k + 1, "machines": machines, "metrics": metrics}}
 
-    return await reuse_or_run(ctx, sync_inputs(train.digest), push)
+    state = await reuse_or_run(ctx, sync_inputs(train.digest), push)
+    if due and state.name == "Reused":
+        await publish_reused(ctx, k, train.digest)
+    return state
+
+
+async def publish_reused(ctx: RunContext, k: int, weights: str) -> None:
+    """Make engines hold the weights of a recorded push before its iteration is committed.
+
+    The engines may have been started after the push. The commit of iteration k tells rollout
+    k + 1 + async_buffer_size that they hold version k + 1; a rollout in flight may have given them
+    the version before.
+    """
+    # A retry of an iteration that is committed must not replace newer weights.
+    if not await asyncio.to_thread(is_committed, ctx, k):
+        await publish(ctx, weights, version=k + 1, everyone=True)
 
 
 def distinct_machines(machines: list[dict[str, Any]]) -> list[dict[str, Any]]:
