@@ -27,6 +27,7 @@ from rlpipe.data.prompts import load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.data.user_source import BufferFilter, CustomSource
+from rlpipe.engines.sglang.reply_format import SglangReplies
 from rlpipe.errors import EngineError
 from rlpipe.model_dir import directory_here, prompt_context_len
 from rlpipe.observe.evaluation_metrics import evaluation_metrics
@@ -314,7 +315,11 @@ class Generator:
         self._planner = self._create_planner(config)
         self._end_ids = end_ids(model_dir, self._tokenizer.eos_token_id)
         self._resources = RolloutResources.load(
-            config, self._tokenizer, self._model_config, model_dir
+            config,
+            self._tokenizer,
+            self._model_config,
+            model_dir,
+            SglangReplies(self._tokenizer, config.engine.sglang),
         )
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
         filter_path = config.rollout.dynamic_sampling_filter_path

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -25,6 +25,14 @@ UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that a malformed answer raises while it is read."""
 
 Version = TypeVar("Version", int, str)
+TopLogProbs = list[tuple[float, int]]
+"""Log-prob and id of the most probable tokens at one position."""
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def has_grammar(sampling: Mapping[str, Any]) -> bool:
+    """True if SGLang's sampling parameters restrict the text to a grammar."""
+    return any(sampling.get(name) for name in _GRAMMARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,8 @@ class Generation:
     """[tokens, layers × k] uint16: experts of prompt and response tokens, from the first requested
     token to the last token that an engine read (see `rlpipe.store.routed_experts`). A shortened
     response may have too many rows. None: not requested."""
+    top_log_probs: list[TopLogProbs] | None = field(default=None, compare=False)
+    """The most probable tokens at each position. None: not requested."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +114,17 @@ def joined(first: Generation, more: Generation) -> Generation:
         response_ids=first.response_ids + more.response_ids,
         log_probs=first.log_probs + more.log_probs,
         routed_experts=appended(first.routed_experts, more.routed_experts),
+        top_log_probs=_joined_top(first, more),
         weight_versions=merged_runs([*first.weight_versions, *more.weight_versions]),
         cached_tokens=first.cached_tokens,
         t_start_s=first.t_start_s,
     )
+
+
+def _joined_top(first: Generation, more: Generation) -> list[TopLogProbs] | None:
+    if first.top_log_probs is None and more.top_log_probs is None:
+        return None
+    return [*(first.top_log_probs or ()), *(more.top_log_probs or ())]
 
 
 def settled(
@@ -145,6 +162,7 @@ def _shortened(generation: Generation, num_tokens: int, reason: str) -> Generati
         generation,
         response_ids=generation.response_ids[:num_tokens],
         log_probs=generation.log_probs[:num_tokens],
+        top_log_probs=generation.top_log_probs and generation.top_log_probs[:num_tokens],
         weight_versions=runs,
         finish_reason=reason,
     )
@@ -218,7 +236,20 @@ def read_meta(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -
         t_start_s=start_s,
         t_end_s=end_s,
         has_spans=bool(reported_spans) or not pairs,
+        top_log_probs=_read_top(meta.get("output_top_logprobs"), len(pairs)),
     )
+
+
+def _read_top(positions: list[list[Any]] | None, num_tokens: int) -> list[TopLogProbs] | None:
+    """Read SGLang's `output_top_logprobs`. Raises: ValueError if positions are missing."""
+    if not positions:
+        return None
+    if len(positions) < num_tokens:
+        raise ValueError(f"top log-probs of {len(positions)} of {num_tokens} tokens")
+    return [
+        [(float(entry[0]), int(entry[1])) for entry in position]
+        for position in positions[:num_tokens]
+    ]
 
 
 def _runs_of_spans(spans: Sequence[dict[str, Any]], num_tokens: int) -> list[tuple[int, str]]:

@@ -22,8 +22,10 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.model_dir import model_context_len
+from rlpipe.rollout.agent.chat_sessions import ChatSessions
 from rlpipe.rollout.agent.gateway import Gateway
-from rlpipe.rollout.agent.openai_api import ChatSessions
+from rlpipe.rollout.agent.replies import ReplyFormat
+from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import (
     FINISHED,
@@ -76,6 +78,8 @@ class RolloutResources:
     rollout_function: Callable[..., Any] | None
     eval_function: Callable[..., Any] | None
     sample_hooks: SampleHooks
+    reply_format: ReplyFormat | None = None
+    """Format of tool calls and reasoning in an agent's conversations. None: no calls are read."""
 
     @classmethod
     def load(
@@ -84,6 +88,7 @@ class RolloutResources:
         tokenizer: PreTrainedTokenizerBase,
         model: dict[str, Any],
         model_dir: str,
+        reply_format: ReplyFormat | None = None,
     ) -> RolloutResources:
         """Load the tools and user functions of a run. `model` is the content of config.json.
 
@@ -114,6 +119,7 @@ class RolloutResources:
             if eval_path
             else None,
             sample_hooks=SampleHooks(rollout.rollout_sample_hook_path),
+            reply_format=reply_format,
         )
 
     def generate_hook_for(self, context: RolloutContext) -> GenerateHook | None:
@@ -271,10 +277,11 @@ class UserEndpoints:
                 resources.config.data.apply_chat_template_kwargs,
                 model=resources.config.run,
                 evaluation=context.evaluation,
+                reply_format=resources.reply_format,
                 skip_special_tokens=context.rollout.responses_skip_special_tokens,
             )
             opened.append(sessions)
-            return sessions.routes()
+            return agent_routes(sessions)
 
         async with Gateway(
             client,

@@ -19,8 +19,9 @@ from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
+from rlpipe.rollout.agent.chat_sessions import ChatSessions
 from rlpipe.rollout.agent.gateway import Gateway
-from rlpipe.rollout.agent.openai_api import ChatSessions
+from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn
 from rlpipe.store.routed_experts import NOT_ROUTED, one_per_token, routed_width
@@ -210,7 +211,7 @@ async def test_samples_of_an_openai_session_have_routed_experts(moe):
                 gateway, {**SAMPLING, "max_new_tokens": 10}, {}, model="m", evaluation=False
             )
         )
-        return opened[0].routes()
+        return agent_routes(opened[0])
 
     sample = Sample(session_id="s")
     async with (

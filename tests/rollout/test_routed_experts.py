@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rlpipe.errors import EngineError, EngineRejected, HookError
+from rlpipe.rollout.agent.chat_sessions import ChatSessions
 from rlpipe.rollout.agent.gateway import Gateway
-from rlpipe.rollout.agent.openai_api import ChatSessions
+from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn, planned_sample
 from rlpipe.rollout.generation import Generation
@@ -248,7 +249,7 @@ async def test_an_agents_turns_request_only_missing_experts_and_make_one_sample(
 
     def routes(gateway: Gateway):
         opened.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
-        return opened[0].routes()
+        return agent_routes(opened[0])
 
     sample = Sample(session_id="s")
     messages = [{"role": "user", "content": "40"}]

@@ -2,9 +2,10 @@
 
     POST /generate                             SGLang's API: input_ids or text, one prompt or
                                                several; one response also as a stream
-    POST /v1/chat/completions                  OpenAI's API, without a session
-    POST /sessions/<id>/v1/chat/completions    OpenAI's API, one session per rollout
-    GET  …/v1/models, /workers, /health
+    POST /sessions/<id>/v1/…                   OpenAI's and Anthropic's APIs, one session per
+                                               rollout; see `routes`
+    POST /v1/…                                 the same APIs, without a session
+    GET  /workers, /health
 
 Requests go through the run's `GenerateClient`: they wait during a weight push, continue after an
 abort, are repeated after a lost engine, and are refused if they would crash an engine. The journal
@@ -24,13 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aiohttp import web
 
-from rlpipe.errors import DataError, DeadlineExceeded, EngineRejected, RlpipeError
+from rlpipe.errors import DataError, RlpipeError
+from rlpipe.rollout.agent.api_errors import errors_as_json
 from rlpipe.rollout.agent.events import Events, sample_streamed
 from rlpipe.rollout.agent.request_models import GenerateRequest, read_body
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.streaming import Watch
 from rlpipe.rollout.generate import version_runs
-from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.generation import Generation, has_grammar
 from rlpipe.rollout.hooks.journal import Answer, Journal
 from rlpipe.store.routed_experts import within, write_rows
 
@@ -97,7 +99,7 @@ class Gateway:
         return f"http://{self.address[0]}:{self.address[1]}"
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[errors_as_json])
         app.add_routes([web.post("/generate", self._generate), web.get("/workers", self._workers)])
         app.add_routes([web.get("/health", _healthy), *self._routes(self)])
         # With handler_cancellation, a client that disconnects ends its request.
@@ -122,12 +124,14 @@ class Gateway:
         routing_key: str | None = None,
         routed_from: int = 0,
         watch: Watch | None = None,
+        num_top_log_probs: int = 0,
         where: str = "generate",
     ) -> Generation:
         """Sample one response and record it in the journal.
 
         `routed_from` is the first token that needs experts, if the gateway is `routed`. `watch` is
-        called with partial responses.
+        called with partial responses, except under a grammar: such a response starts again after an
+        abort. `num_top_log_probs` as in `GenerateClient.generate`.
 
         Raises: as `GenerateClient.generate`; DataError without room for a response.
         """
@@ -146,8 +150,10 @@ class Gateway:
         options: dict[str, Any] = {"routing_key": routing_key if self.affinity else None}
         if self.routed:
             options["routed_from"] = routed_from
-        if watch is not None:
+        if watch is not None and not has_grammar(sampling):
             options["watch"] = watch
+        if num_top_log_probs:
+            options["num_top_log_probs"] = num_top_log_probs
         (generation,) = await self.client.generate(
             ids, params, stop=self.stop, **options, where=where
         )
@@ -304,35 +310,3 @@ def as_list(stops: str | Sequence[str] | None) -> list[str]:
 
 async def _healthy(request: web.Request) -> web.Response:
     return web.Response(text="OK")
-
-
-_BAD_REQUEST = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-    EngineRejected,
-)
-
-
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Any]
-) -> web.StreamResponse:
-    """Answer 400 to wrong requests, 504 and 503 for engines without an answer, in OpenAI's
-    format."""
-    try:
-        return await handler(request)
-    except _BAD_REQUEST as error:
-        return _error_response(400, error)
-    except DeadlineExceeded as error:
-        return _error_response(504, error)
-    except RlpipeError as error:
-        return _error_response(503, error)
-
-
-def _error_response(status: int, error: Exception) -> web.Response:
-    message = str(error) if isinstance(error, RlpipeError) else f"{type(error).__name__}: {error}"
-    details = {"message": message, "type": type(error).__name__, "code": status}
-    return web.json_response({"error": details}, status=status)

@@ -1,346 +1,391 @@
-"""Serve OpenAI's chat completions to unmodified clients.
+"""Serve OpenAI's chat completions and text completions to unmodified clients.
 
-    {gateway}/sessions/<session id>/v1     one rollout: its replies become samples
-    {gateway}/v1                           without a session
+    POST /v1/chat/completions     messages, tools, JSON formats, log-probs; n replies
+    POST /v1/completions          texts or token ids, log-probs; n replies for each prompt
 
-In training, the run's settings determine the sampling. Temperature, top_p and top_k of a request
-are ignored, because the loss assumes the run's values; in an evaluation they apply. `max_tokens`,
-`max_completion_tokens`, `stop`, `tools` and `logprobs` apply always. `n` above 1 and a
-`tool_choice` that forces a call are refused. With `stream` the reply is sent while it is sampled.
-The logprobs of a reply have the additional field `token_id`. Tool calls are read in the format of
-Hermes and Qwen models.
+With `stream` the replies are sent while they are sampled; a reply under a grammar (a JSON format or
+a forced call) is sent once it is complete. Log-probs have the additional field `token_id`.
 
-Entry point: `ChatSessions`.
+Entry points: `ChatCompletions`, `TextCompletions`.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from aiohttp import web
-from jinja2 import TemplateError
 
-from rlpipe.errors import ConfigError, DataError, RlpipeError
-from rlpipe.rollout.agent.events import sample_streamed
-from rlpipe.rollout.agent.gateway import Gateway, as_list
-from rlpipe.rollout.agent.openai_stream import TOOL_CALL, ChatStream, with_sent_prefix
-from rlpipe.rollout.agent.request_models import ChatRequest, read_body
-from rlpipe.rollout.agent.sessions import Conversation, Reply, Turn
-from rlpipe.rollout.generate import version_of
-from rlpipe.rollout.generation import Generation
-from rlpipe.rollout.tool_calls import read_hermes, without_calls
-from rlpipe.types import Message, Sample
-
-_APPLIED_IN_EVALUATION = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
+from rlpipe.errors import DataError, RlpipeError
+from rlpipe.rollout.agent.chat_sessions import (
+    ChatSessions,
+    FinishedReply,
+    ReplyRequest,
+    Session,
+    json_schema_parameters,
 )
+from rlpipe.rollout.agent.events import Events
+from rlpipe.rollout.agent.replies import ToolOffer
+from rlpipe.rollout.agent.request_models import ChatRequest, CompletionRequest, read_body
+from rlpipe.rollout.generation import Generation, TopLogProbs
+
+# OpenAI's value for a token that cannot be sampled.
+_LOWEST_LOG_PROB = -9999.0
 
 
-class ChatText:
-    """The gateway's tokenizer as `sessions.Text`. `options` are the run's
-    `data.apply_chat_template_kwargs`."""
+class ChatCompletions:
+    """Handler of chat completions."""
 
-    def __init__(self, gateway: Gateway, options: dict[str, Any]) -> None:
-        self._gateway = gateway
-        self._options = options
+    def __init__(self, sessions: ChatSessions) -> None:
+        self._sessions = sessions
 
-    def render(self, messages: Sequence[Message], tools: Any, *, prompt: bool) -> str:
-        """See `sessions.Text`. Raises: ConfigError without a chat template."""
-        tokenizer = self._gateway.tokenizer
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                "the tokenizer has no chat template",
-                where="model.source",
-                found=tokenizer.name_or_path,
-                do="use a model with a chat template, or call POST /generate",
-            )
-        options = {**self._options, "add_generation_prompt": prompt}
-        if tools:
-            options["tools"] = tools
-        # Copied: a template may change the messages.
-        copies = [dict(message) for message in messages]
-        try:
-            return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
-        except (TemplateError, TypeError, LookupError, ValueError, AttributeError) as error:
-            raise DataError(
-                "the chat template refuses the messages",
-                where="chat.completions",
-                found=f"{type(error).__name__}: {error}",
-            ) from error
-
-    def encode(self, text: str) -> list[int]:
-        """See `sessions.Text`."""
-        return self._gateway.encode(text)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """See `sessions.Text`."""
-        return self._gateway.decode(ids, skip_special_tokens=skip_special_tokens)
-
-
-class ChatSessions:
-    """The sessions of one rollout stage, and their HTTP routes."""
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        sampling: dict[str, Any],
-        options: dict[str, Any],
-        *,
-        model: str,
-        evaluation: bool,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        """Create the routes' handlers.
-
-        sampling: the rollout's sampling parameters.
-        options: the run's `data.apply_chat_template_kwargs`.
-        model: the name that the endpoint reports.
-        skip_special_tokens: leave special tokens out of the samples' `response`.
-        """
-        self._gateway = gateway
-        self._sampling = sampling
-        self._model = model
-        self._evaluation = evaluation
-        self._text = ChatText(gateway, options)
-        self._skip_special_tokens = skip_special_tokens
-        self._open: dict[str, Conversation] = {}
-
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes to add to the gateway."""
-        return [
-            web.post("/v1/chat/completions", self._complete),
-            web.post("/sessions/{session}/v1/chat/completions", self._complete),
-            web.get("/v1/models", self._models),
-            web.get("/sessions/{session}/v1/models", self._models),
-        ]
-
-    def begin(self, sample: Sample) -> None:
-        """Open the session of a sample."""
-        assert sample.session_id is not None
-        self._open[sample.session_id] = Conversation(
-            self._text, skip_special_tokens=self._skip_special_tokens
-        )
-
-    def samples(self, sample: Sample) -> list[Sample]:
-        """Close the session of a sample and return its samples; empty if it has no replies."""
-        conversation = self._open.pop(sample.session_id or "", None)
-        if not conversation:
-            return []
-        return conversation.samples(lambda: Sample(session_id=sample.session_id))
-
-    async def _models(self, request: web.Request) -> web.Response:
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "rlpipe"}
-        return web.json_response({"object": "list", "data": [entry]})
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request."""
         body = await read_body(request, ChatRequest)
-        session = request.match_info.get("session")
-        conversation = Conversation(self._text) if session is None else self._open.get(session)
-        if conversation is None:
-            raise DataError(
-                "the session does not exist",
-                where=str(request.path),
-                found=session,
-                expected="a sample's session_id",
-            )
-        _refuse_unsupported(body)
-        sampling = self._parameters(body)
-        turn = conversation.ask(body["messages"], body.get("tools") or None)
-        sample = partial(
-            self._gateway.sample,
-            turn.prompt_ids,
-            sampling,
-            routing_key=session,
-            routed_from=turn.routed_from if self._gateway.routed else 0,
-            where=f"session {session or '(none)'}, turn {len(conversation)}",
-        )
-        head = {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "created": int(time.time()),
-            "model": body.get("model") or self._model,
-        }
-        answer = partial(self._answer, conversation, turn, sampling, body)
-        if not body.get("stream"):
-            generation = await sample()
-            message, reason = answer(generation, "")
-            return self._completion(head, body, turn, generation, message, reason)
-        stream = self._stream(request, head, sampling, body)
-        try:
-            generation = await sample_streamed(lambda watch: sample(watch=watch), stream.send)
-        except RlpipeError as error:
-            return await stream.events.failed(error)
-        message, reason = answer(generation, stream.sent)
-        wants_usage = (body.get("stream_options") or {}).get("include_usage")
-        usage = _usage(turn, generation) if wants_usage else None
-        return await stream.finish(
-            message, generation.response_ids, generation.log_probs, reason, usage
-        )
-
-    def _completion(
-        self,
-        head: dict[str, Any],
-        body: dict[str, Any],
-        turn: Turn,
-        generation: Generation,
-        message: Message,
-        reason: str,
-    ) -> web.Response:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": message,
-            "finish_reason": reason,
-            "logprobs": None,
-        }
+        session = self._sessions.session_of(request)
+        wanted = self._wanted(f"POST {request.path}", body)
+        head = _head("chatcmpl", body, self._sessions)
+        format_log_probs = None
         if body.get("logprobs"):
-            pairs = zip(generation.response_ids, generation.log_probs, strict=True)
-            entries = [self._log_prob(token, log_prob) for token, log_prob in pairs]
-            choice["logprobs"] = {"content": entries}
+            format_log_probs = partial(log_prob_entries, self._sessions.gateway.decode)
+        if body.get("stream"):
+            events = Events(request, wanted.headers)
+            streams = [
+                _ChatStream(events, head, index, format_log_probs) for index in range(wanted.n)
+            ]
+            return await _streamed(self._sessions, session, wanted, events, streams, head, body)
+        replies = await self._sessions.replies(session, wanted)
+        choices = []
+        for index, reply in enumerate(replies):
+            log_probs = format_log_probs and {"content": format_log_probs(reply.generation, 0)}
+            choices.append(
+                {
+                    "index": index,
+                    "message": reply.text.message(),
+                    "finish_reason": reply.reason,
+                    "logprobs": log_probs,
+                }
+            )
         completion = {
             **head,
             "object": "chat.completion",
-            "choices": [choice],
-            "usage": _usage(turn, generation),
+            "choices": choices,
+            "usage": usage([replies]),
         }
-        return web.json_response(completion)
+        return web.json_response(completion, headers=wanted.headers)
 
-    def _stream(
-        self,
-        request: web.Request,
-        head: dict[str, Any],
-        sampling: dict[str, Any],
-        body: dict[str, Any],
-    ) -> ChatStream:
-        return ChatStream(
-            request,
-            head,
-            self._gateway.decode,
-            stops=as_list(sampling.get("stop")),
-            with_tools=bool(body.get("tools")),
-            log_prob=self._log_prob if body.get("logprobs") else None,
-        )
-
-    def _parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return SGLang's sampling parameters for a request."""
-        sampling = dict(self._sampling)
-        if self._evaluation:
-            sampling |= {
-                name: body[name] for name in _APPLIED_IN_EVALUATION if body.get(name) is not None
-            }
+    def _wanted(self, where: str, body: dict[str, Any]) -> ReplyRequest:
+        if body.get("top_logprobs") and not body.get("logprobs"):
+            raise DataError(
+                "top_logprobs needs logprobs",
+                where=f"{where}: top_logprobs",
+                found=f"logprobs: {body.get('logprobs')}",
+                expected="logprobs: true",
+            )
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        if max_tokens is not None:
-            sampling["max_new_tokens"] = min(int(max_tokens), sampling["max_new_tokens"])
-        if stops := as_list(body.get("stop")):
-            sampling["stop"] = [*(sampling.get("stop") or ()), *stops]
-        # OpenAI's replies do not contain the stop text.
-        sampling.pop("no_stop_trim", None)
-        return sampling
+        sampling, headers = self._sessions.sampling(where, body, max_tokens, body.get("stop"))
+        given: dict[str, Any] = body.get("response_format") or {"type": "text"}
+        schema = (given.get("json_schema") or {}).get("schema")
+        sampling |= json_schema_parameters(f"{where}: response_format", given["type"], schema)
+        choice = body.get("tool_choice") or "auto"
+        function = choice["function"]["name"] if isinstance(choice, dict) else None
+        return ReplyRequest(
+            where,
+            sampling,
+            messages=body["messages"],
+            offer=tool_offer(
+                where,
+                body.get("tools") or [],
+                "required" if function else choice,
+                function,
+                parallel=body.get("parallel_tool_calls"),
+            ),
+            n=body.get("n") or 1,
+            num_top_log_probs=body.get("top_logprobs") or 0,
+            headers=headers,
+        )
 
-    def _answer(
-        self,
-        conversation: Conversation,
-        turn: Turn,
-        sampling: dict[str, Any],
-        body: dict[str, Any],
-        generation: Generation,
-        sent: str,
-    ) -> tuple[Message, str]:
-        """Store a reply in its session; return the message and OpenAI's finish reason.
 
-        `sent` is the text that a stream sent already.
-        """
-        text = self._gateway.text_of(generation, {**sampling, "skip_special_tokens": True})
-        with_tools = bool(body.get("tools"))
-        message, reason = _message(text, generation.finish_reason, with_tools=with_tools)
-        message = with_sent_prefix(message, sent)
-        versions = [
-            version_of(stamp, "session")
-            for tokens, stamp in generation.weight_versions
-            for _ in range(tokens)
+class TextCompletions:
+    """Handler of text completions."""
+
+    def __init__(self, sessions: ChatSessions) -> None:
+        self._sessions = sessions
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request."""
+        body = await read_body(request, CompletionRequest)
+        session = self._sessions.session_of(request)
+        all_wanted = self._wanted(f"POST {request.path}", body)
+        head = {**_head("cmpl", body, self._sessions), "object": "text_completion"}
+        format_log_probs = None
+        if body.get("logprobs") is not None:
+            format_log_probs = partial(self._log_probs, body["logprobs"])
+        if body.get("stream"):
+            if len(all_wanted) > 1:
+                raise DataError(
+                    "a stream has one prompt",
+                    where=f"POST {request.path}: prompt",
+                    found=f"{len(all_wanted)} prompts, stream: true",
+                    expected=1,
+                )
+            events = Events(request, all_wanted[0].headers)
+            streams = [
+                _TextStream(events, head, index, format_log_probs)
+                for index in range(all_wanted[0].n)
+            ]
+            return await _streamed(
+                self._sessions, session, all_wanted[0], events, streams, head, body
+            )
+        of_prompts = [await self._sessions.replies(session, wanted) for wanted in all_wanted]
+        choices = []
+        for reply in (reply for replies in of_prompts for reply in replies):
+            log_probs = format_log_probs and format_log_probs(reply.generation, 0)
+            choices.append(_text_choice(len(choices), reply.text.content, reply.reason, log_probs))
+        completion = {**head, "choices": choices, "usage": usage(of_prompts)}
+        return web.json_response(completion, headers=all_wanted[0].headers)
+
+    def _wanted(self, where: str, body: dict[str, Any]) -> list[ReplyRequest]:
+        # OpenAI's default is 16 tokens.
+        max_tokens = body.get("max_tokens") or 16
+        sampling, headers = self._sessions.sampling(where, body, max_tokens, body.get("stop"))
+        prompt = body["prompt"]
+        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        return [
+            ReplyRequest(
+                where,
+                sampling,
+                prompt=one,
+                n=body.get("n") or 1,
+                num_top_log_probs=body.get("logprobs") or 0,
+                headers=headers,
+            )
+            for one in (prompt if several else [prompt])
         ]
-        reply = Reply(
-            ids=tuple(generation.response_ids),
-            log_probs=tuple(generation.log_probs),
-            versions=tuple(versions),
-            finish_reason=generation.finish_reason,
-            routed_experts=generation.routed_experts,
-        )
-        conversation.answer(turn, reply, message)
-        return message, reason
 
-    def _log_prob(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self._gateway.decode([token], skip_special_tokens=False)
+    def _log_probs(self, num_top: int, generation: Generation, start: int) -> dict[str, Any]:
+        """Return the log-probs of the tokens from `start` on."""
+        entries = log_prob_entries(self._sessions.gateway.decode, generation, start)
+        tokens = [entry["token"] for entry in entries]
+        before = self._sessions.gateway.decode(
+            generation.response_ids[:start], skip_special_tokens=False
+        )
+        offsets = [len(before)]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        top = [
+            {one["token"]: one["logprob"] for one in reversed(entry["top_logprobs"])}
+            for entry in entries
+        ]
         return {
-            "token": text,
-            "token_id": token,
-            "logprob": log_prob,
-            "bytes": list(text.encode()),
-            "top_logprobs": [],
+            "tokens": tokens,
+            "token_ids": [entry["token_id"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": top if num_top else None,
+            "text_offset": offsets[:-1],
         }
 
 
-def _message(text: str, reason: str, *, with_tools: bool) -> tuple[Message, str]:
-    """Return the assistant's message and OpenAI's finish reason.
+class _ChatStream:
+    """Chunks of one reply of a chat completion."""
 
-    If a tool call cannot be read, the message has the text of all calls.
-    """
-    call_texts = text.split(TOOL_CALL)[1:] if with_tools else []
-    calls = [read_hermes(part.partition("</tool_call>")[0].strip()) for part in call_texts]
-    if not calls or any(call.error is not None for call in calls):
-        message = {"role": "assistant", "content": text}
-        # OpenAI has no `abort`; the reply ends before its end as with `length`.
-        return message, "length" if reason == "abort" else reason
-    tool_calls = [
-        {
-            "id": f"call_{uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+    def __init__(
+        self,
+        events: Events,
+        head: dict[str, Any],
+        index: int,
+        format_log_probs: Callable[[Generation, int], list[dict[str, Any]]] | None,
+    ) -> None:
+        """`format_log_probs` gets the first token; None if log-probs are not requested."""
+        self._events = events
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._index = index
+        self._format_log_probs = format_log_probs
+        self._num_log_probs_sent = 0
+        self._has_role = False
+
+    async def send(self, reasoning: str, content: str, partial: Generation) -> None:
+        """See `ReplyStream`."""
+        await self._send_delta(_text_delta(reasoning, content), partial)
+
+    async def finish(self, reply: FinishedReply) -> None:
+        """Send the rest of a reply and its finish reason."""
+        delta = _text_delta(*reply.rest)
+        if calls := reply.text.message().get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        # Tokens without text, such as the end of the sequence, have log-probs too.
+        num_tokens = len(reply.generation.response_ids)
+        has_log_probs = self._format_log_probs is not None
+        if delta or not self._has_role or (has_log_probs and self._num_log_probs_sent < num_tokens):
+            await self._send_delta(delta, reply.generation)
+        choice = {"index": self._index, "delta": {}, "finish_reason": reply.reason}
+        await self._events.send({**self._head, "choices": [choice]})
+
+    async def _send_delta(self, delta: dict[str, Any], generation: Generation) -> None:
+        if not self._has_role:
+            delta = {"role": "assistant", "content": "", **delta}
+            self._has_role = True
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
         }
-        for call in calls
-    ]
-    content = without_calls(text) or None
-    return {"role": "assistant", "content": content, "tool_calls": tool_calls}, "tool_calls"
+        if self._format_log_probs is not None:
+            entries = self._format_log_probs(generation, self._num_log_probs_sent)
+            choice["logprobs"] = {"content": entries}
+            self._num_log_probs_sent = len(generation.response_ids)
+        await self._events.send({**self._head, "choices": [choice]})
 
 
-def _refuse_unsupported(body: dict[str, Any]) -> None:
-    where = "chat.completions"
-    if (body.get("n") or 1) != 1:
+class _TextStream:
+    """Chunks of one text completion."""
+
+    def __init__(
+        self,
+        events: Events,
+        head: dict[str, Any],
+        index: int,
+        format_log_probs: Callable[[Generation, int], dict[str, Any]] | None,
+    ) -> None:
+        """See `_ChatStream`."""
+        self._events = events
+        self._head = head
+        self._index = index
+        self._format_log_probs = format_log_probs
+        self._num_log_probs_sent = 0
+
+    async def send(self, reasoning: str, content: str, partial: Generation) -> None:
+        """See `ReplyStream`."""
+        await self._send_text(content, partial, None)
+
+    async def finish(self, reply: FinishedReply) -> None:
+        """Send the rest of a reply and its finish reason."""
+        await self._send_text(reply.rest[1], reply.generation, reply.reason)
+
+    async def _send_text(self, text: str, generation: Generation, reason: str | None) -> None:
+        log_probs = None
+        if self._format_log_probs is not None:
+            log_probs = self._format_log_probs(generation, self._num_log_probs_sent)
+            self._num_log_probs_sent = len(generation.response_ids)
+        choice = _text_choice(self._index, text, reason, log_probs)
+        await self._events.send({**self._head, "choices": [choice]})
+
+
+async def _streamed(
+    sessions: ChatSessions,
+    session: Session,
+    wanted: ReplyRequest,
+    events: Events,
+    streams: Sequence[_ChatStream] | Sequence[_TextStream],
+    head: dict[str, Any],
+    body: dict[str, Any],
+) -> web.StreamResponse:
+    """Send replies while they are sampled."""
+    try:
+        replies = await sessions.replies(session, wanted, streams)
+    except RlpipeError as error:
+        return await events.failed(error)
+    for stream, reply in zip(streams, replies, strict=True):
+        await stream.finish(reply)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        is_chat = isinstance(streams[0], _ChatStream)
+        kind = {"object": "chat.completion.chunk"} if is_chat else {}
+        await events.send({**head, **kind, "choices": [], "usage": usage([replies])})
+    return await events.end()
+
+
+def tool_offer(
+    where: str,
+    tools: Sequence[dict[str, Any]],
+    choice: Any,
+    function: str | None,
+    *,
+    parallel: bool | None,
+) -> ToolOffer:
+    """Return the tools of a request. Raises: DataError for a choice that cannot be met."""
+    names = [tool["function"]["name"] for tool in tools]
+    if function is not None and function not in names:
         raise DataError(
-            "a request has one reply",
-            where=where,
-            found=f"n: {body['n']}",
-            expected="n: 1, or several requests",
+            "the function is not one of the tools",
+            where=f"{where}: tool_choice",
+            found=function,
+            expected=", ".join(names) or "tools",
         )
-    if body.get("tool_choice") not in (None, "auto", "none"):
+    if choice == "required" and not tools:
+        raise DataError("a call needs tools", where=f"{where}: tool_choice", found="no tools")
+    if parallel is False and tools and choice == "auto":
         raise DataError(
-            "tool_choice cannot force a call",
-            where=where,
-            found=body["tool_choice"],
-            expected="auto or none",
+            "only a forced call can be limited to one call",
+            where=f"{where}: parallel tool calls",
+            found="false, with tool_choice auto",
+            expected="true, or a tool_choice that forces a call",
         )
-    if body.get("response_format") not in (None, {"type": "text"}):
-        raise DataError(
-            "response_format must be text",
-            where=where,
-            found=body["response_format"],
-            expected="type: text",
-        )
+    return ToolOffer(tuple(tools), choice, function, parallel=parallel is not False)
 
 
-def _usage(turn: Turn, generation: Generation) -> dict[str, int]:
-    prompt_tokens = len(turn.prompt_ids)
-    completion_tokens = len(generation.response_ids)
+def log_prob_entries(
+    decode: Callable[..., str], generation: Generation, start: int
+) -> list[dict[str, Any]]:
+    """Return OpenAI's log-prob entries of the tokens from `start` on."""
+    entries = []
+    for position in range(start, len(generation.response_ids)):
+        token = generation.response_ids[position]
+        top: TopLogProbs = []
+        if generation.top_log_probs is not None:
+            top = generation.top_log_probs[position]
+        entry = _log_prob_entry(decode, token, generation.log_probs[position])
+        entry["top_logprobs"] = [_log_prob_entry(decode, one, value) for value, one in top]
+        entries.append(entry)
+    return entries
+
+
+def _log_prob_entry(decode: Callable[..., str], token: int, log_prob: float) -> dict[str, Any]:
+    text = decode([token], skip_special_tokens=False)
+    return {
+        "token": text,
+        "token_id": token,
+        "logprob": max(log_prob, _LOWEST_LOG_PROB),
+        "bytes": list(text.encode()),
+    }
+
+
+def usage(of_prompts: Sequence[Sequence[FinishedReply]]) -> dict[str, Any]:
+    """Return OpenAI's token counts. The tokens of a prompt with several replies count once."""
+    prompt_tokens = sum(replies[0].num_prompt_tokens for replies in of_prompts)
+    cached_tokens = sum(replies[0].generation.cached_tokens for replies in of_prompts)
+    completion_tokens = sum(
+        len(reply.generation.response_ids) for replies in of_prompts for reply in replies
+    )
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def _head(prefix: str, body: dict[str, Any], sessions: ChatSessions) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid4().hex}",
+        "created": int(time.time()),
+        "model": body.get("model") or sessions.model,
+    }
+
+
+def _text_delta(reasoning: str, content: str) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if reasoning:
+        delta["reasoning_content"] = reasoning
+    if content:
+        delta["content"] = content
+    return delta
+
+
+def _text_choice(
+    index: int, text: str, reason: str | None, log_probs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": reason, "logprobs": log_probs}

@@ -4,7 +4,8 @@ A reply keeps its sampled tokens. If the next request repeats all messages so fa
 reply as the client got it, then its prompt is the tokens of the conversation plus the tokens of the
 new messages. Otherwise the request is rendered from the start and begins another sample: a message
 was changed, the template rewrites earlier turns, or a second agent uses the session. Two requests
-that continue the same reply begin one sample each. Every reply is trained in exactly one sample.
+that continue the same reply begin one sample each. Every reply is trained in exactly one sample. A
+text completion continues a reply if its prompt repeats the text or the tokens of prompt and reply.
 
     system user ─ reply 1 ─ tool ─ reply 2          sample 0: prompt │ reply 1 │ tool │ reply 2
                           └ user ─ reply 3          sample 1: prompt, with reply 1 │ reply 3
@@ -69,6 +70,8 @@ class Turn:
     prompt_ids: tuple[int, ...]
     before: Turn | None
     """The turn that this one continues: the prompt begins with its tokens."""
+    prompt_text: str | None = None
+    """The prompt of a text completion. None: the request has messages."""
     reply: Reply | None = None
     reply_message: Message | None = None
     """The reply as the client got it."""
@@ -121,12 +124,33 @@ class Conversation:
         # The longest matching conversation first: it has the most sampled tokens.
         for before in sorted(self._turns, key=lambda turn: len(turn.messages), reverse=True):
             held = (*before.messages, before.reply_message)
+            if before.prompt_text is not None:
+                continue
             if len(held) <= len(wanted) and wanted[: len(held)] == held and before.tools == tools:
                 new_text = self._text_after(before, wanted, tools)
                 if new_text is not None:
                     ids = (*before.ids, *self._text.encode(new_text))
                     return Turn(wanted, tools, ids, before)
         return Turn(wanted, tools, self._rendered_ids(wanted, tools), None)
+
+    def ask_to_complete(self, prompt: str | Sequence[int]) -> Turn:
+        """Return the turn that completes a text or tokens. Raises: DataError without tokens."""
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._decoded(prompt)
+        completions = [turn for turn in self._turns if turn.prompt_text is not None]
+        for before in sorted(completions, key=lambda turn: len(turn.ids), reverse=True):
+            assert before.prompt_text is not None and before.reply is not None
+            if is_text:
+                held_text = before.prompt_text + self._decoded(before.reply.ids)
+                if text.startswith(held_text):
+                    ids = (*before.ids, *self._text.encode(text[len(held_text) :]))
+                    return Turn((), None, ids, before, text)
+            elif tuple(prompt[: len(before.ids)]) == before.ids:
+                return Turn((), None, tuple(prompt), before, text)
+        ids = tuple(self._text.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise DataError("the prompt has no tokens", where="completions", found=prompt)
+        return Turn((), None, ids, None, text)
 
     def answer(self, turn: Turn, reply: Reply, message: Message) -> None:
         """Store the reply of a turn, and the message that the client gets."""
@@ -165,6 +189,9 @@ class Conversation:
             raise DataError("the messages have no tokens", where="chat.completions", found=messages)
         return ids
 
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self._text.decode(ids, skip_special_tokens=False)
+
     def _text_after(self, before: Turn, messages: Sequence[Message], tools: Any) -> str | None:
         """Return the text between a turn's reply and the next reply.
 
@@ -179,7 +206,7 @@ class Conversation:
             return None
         rendered_reply = with_reply[len(prompt) :]
         after_reply = whole[len(with_reply) :]
-        sampled = self._text.decode(before.reply.ids, skip_special_tokens=False)
+        sampled = self._decoded(before.reply.ids)
         if rendered_reply.startswith(sampled):
             return rendered_reply[len(sampled) :] + after_reply
         # The template changed the reply, for example trimmed it. The sampled tokens stay; only the
@@ -221,6 +248,8 @@ class Conversation:
         sample.weight_versions = runs_of(versions)
         sample.rollout_routed_experts = last.routed_experts
         sample.prompt = [dict(message) for message in chain[0].messages]
+        if chain[0].prompt_text is not None:
+            sample.prompt = chain[0].prompt_text
         sample.response = self._text.decode(
             sample.response_ids, skip_special_tokens=self._skip_special_tokens
         )

@@ -3,6 +3,7 @@
 Entry point: `GenerateClient`. The client sends its requests through the sglang-router.
 
 A response that an engine aborts is continued from prompt and tokens so far once the gate is open.
+A response under a grammar starts again instead, because an engine cannot continue a grammar.
 A weight push during a response is visible only as another weight version in the response. A caller
 that set `stop` gets the aborted response instead.
 """
@@ -19,7 +20,14 @@ from rlpipe.errors import DataError, DeadlineExceeded, EngineError
 from rlpipe.rollout.client.http import deadline_exceeded
 from rlpipe.rollout.client.request_pool import LONGEST_PAUSE_S, RequestPool, RequestSettings, fail
 from rlpipe.rollout.client.streaming import Watch
-from rlpipe.rollout.generation import Generation, joined, no_spans, settled
+from rlpipe.rollout.generation import (
+    Generation,
+    empty_generation,
+    has_grammar,
+    joined,
+    no_spans,
+    settled,
+)
 
 HoldMode = Literal["drain", "abort", "in_place"]
 Result = TypeVar("Result")
@@ -97,6 +105,7 @@ class GenerateClient:
         routing_key: str | None = None,
         routed_from: int | None = None,
         watch: Watch | None = None,
+        num_top_log_probs: int = 0,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed.
@@ -105,10 +114,10 @@ class GenerateClient:
         seeds: used by engines in deterministic mode only.
         so_far: partial responses to continue; None for a new response.
         stop: once set, aborted responses are not continued.
-        routing_key: requests with one key go to one engine, if the router's policy is
-            consistent_hashing.
+        routing_key: requests with one key go to one engine under the policy consistent_hashing.
         routed_from: return the experts of all tokens from this one on. None: no experts.
         watch: stream the single response and call this with the partial response.
+        num_top_log_probs: number of the most probable tokens to report at each position.
         where: names the group in errors.
 
         Raises: DataError for a prompt that would crash the engine; DeadlineExceeded;
@@ -122,7 +131,9 @@ class GenerateClient:
         assert watch is None or (len(params) == 1 and so_far is None), (
             "only a single new response can be streamed"
         )
-        settings = [RequestSettings(one, routing_key, routed_from) for one in params]
+        settings = [
+            RequestSettings(one, routing_key, routed_from, num_top_log_probs) for one in params
+        ]
         partials = list(so_far) if so_far is not None else [None] * len(params)
         new = [index for index, partial in enumerate(partials) if partial is None]
         # New responses with equal parameters share a request; seeds need one request each.
@@ -251,6 +262,7 @@ class GenerateClient:
         watch: Watch | None = None,
     ) -> list[Generation]:
         """Continue aborted responses until they are finished or `stop` is set."""
+        again_from_start = has_grammar(settings.sampling)
 
         async def finished(generation: Generation) -> Generation:
             pause_s = _POLL_S
@@ -258,6 +270,8 @@ class GenerateClient:
                 generation = settled(generation, settings.sampling, self.end_ids)
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
+                if again_from_start:
+                    generation = empty_generation(generation.engine)
                 watch_all = None if watch is None else _watch_joined(watch, generation)
                 (more,) = await self.pool.add(
                     ids + generation.response_ids,

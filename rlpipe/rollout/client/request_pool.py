@@ -36,6 +36,9 @@ from rlpipe.rollout.generation import (
 from rlpipe.store.routed_experts import num_rows
 
 _ROUTING_HEADER = "X-SMG-Routing-Key"
+# sglang-router 0.3.2 forwards json_schema, regex and ebnf. It drops structural_tag, and the engine
+# then samples without a grammar.
+_DROPPED_BY_ROUTER = ("structural_tag", "ebnf_full_assistant")
 _FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 2.0
 # The router's answers while an engine is restarted or has left the router. They pass by themselves.
@@ -50,6 +53,14 @@ class BatchKey(NamedTuple):
     routing_key: str | None
     routed_from: int | None
     """First token that needs routed experts. None: no token."""
+    num_top_log_probs: int = 0
+    """Number of the most probable tokens to report at each position."""
+
+    @property
+    def bypasses_router(self) -> bool:
+        """True if the router drops a part of the request."""
+        dropped = any(f'"{name}"' in self.sampling for name in _DROPPED_BY_ROUTER)
+        return self.routed_from is not None or dropped
 
 
 class RequestSettings(NamedTuple):
@@ -58,6 +69,7 @@ class RequestSettings(NamedTuple):
     sampling: dict[str, Any]
     routing_key: str | None
     routed_from: int | None
+    num_top_log_probs: int = 0
 
     def continued(self, partial: Generation) -> RequestSettings:
         """Return the settings of the request that continues a partial response."""
@@ -65,14 +77,13 @@ class RequestSettings(NamedTuple):
         routed_from = self.routed_from
         if routed_from is not None:
             routed_from += num_rows(partial.routed_experts)
-        return RequestSettings(
-            {**self.sampling, "max_new_tokens": left}, self.routing_key, routed_from
-        )
+        sampling = {**self.sampling, "max_new_tokens": left}
+        return self._replace(sampling=sampling, routed_from=routed_from)
 
     def batch_key(self) -> BatchKey:
         """Return the key that is equal for requests that may share a batch."""
         sampling = json.dumps(self.sampling, sort_keys=True)
-        return BatchKey(sampling, self.routing_key, self.routed_from)
+        return BatchKey(sampling, self.routing_key, self.routed_from, self.num_top_log_probs)
 
 
 @dataclass(slots=True)
@@ -155,9 +166,10 @@ class Gate:
 class DirectRouting:
     """Choose the engine of a request that bypasses the router.
 
-    sglang-router 0.3.2 drops `return_routed_experts`, so requests for routed experts go to the
-    engines directly. The router's policy (`engine.router`) does not apply to these requests. The
-    router still lists the engines: an engine with unknown weights is not listed and gets none.
+    sglang-router 0.3.2 drops `return_routed_experts` and the sampling parameters of
+    `_DROPPED_BY_ROUTER`, so such requests go to the engines directly. The router's policy
+    (`engine.router`) does not apply to these requests. The router still lists the engines: an
+    engine with unknown weights is not listed and gets none.
     """
 
     def __init__(self) -> None:
@@ -401,9 +413,9 @@ class RequestPool:
     async def _post_once(
         self, body: bytes, key: BatchKey, lost_engines: set[str], where: str, watch: Watch | None
     ) -> httpx.Response:
-        """Post to the router, or to an engine if routed experts are wanted. An engine without an
-        answer is added to `lost_engines`."""
-        if key.routed_from is None:
+        """Post to the router, or to an engine if the router drops a part of the request. An engine
+        without an answer is added to `lost_engines`."""
+        if not key.bypasses_router:
             headers = {_ROUTING_HEADER: key.routing_key} if key.routing_key else None
             return await self._call(f"{self.router_url}/generate", body, headers, where, watch)
         workers = await self.workers(where)
@@ -450,8 +462,11 @@ def _body(key: BatchKey, batch: Batch, routing: RoutingWanted | None) -> bytes:
         experts = (
             f', "return_routed_experts": true, "routed_experts_start_len": {routing.routed_from}'
         )
+    top_log_probs = ""
+    if key.num_top_log_probs:
+        top_log_probs = f', "top_logprobs_num": {key.num_top_log_probs}'
     body = (
         f'{{"input_ids": {json.dumps(prompts)}, "sampling_params": {key.sampling}, '
-        f'"return_logprob": true, "stream": {json.dumps(streamed)}{experts}}}'
+        f'"return_logprob": true, "stream": {json.dumps(streamed)}{experts}{top_log_probs}}}'
     )
     return body.encode()

@@ -105,6 +105,8 @@ class _PartialResponse:
     def __init__(self, url: str) -> None:
         self.pairs: list[Any] = []
         """[log-prob, token id, ...] of each token."""
+        self.top: list[Any] = []
+        """The most probable tokens at each position, if the request asks for them."""
         self.broken: str | None = None
         """Text of the error that broke the connection."""
         self._url = url
@@ -130,21 +132,31 @@ class _PartialResponse:
             status = error.get("code") if error else reason["status_code"]
             message = str((error or reason).get("message"))
             raise rejected(where, self._url, int(status or 500), message)
-        self._extend(self._last_meta.get("output_token_logprobs") or [])
+        self._extend(
+            self._last_meta.get("output_token_logprobs") or [],
+            self._last_meta.get("output_top_logprobs") or [],
+        )
 
-    def _extend(self, pairs: list[Any]) -> None:
+    def _extend(self, pairs: list[Any], top: list[Any]) -> None:
         # An event that the engine queued may have the newest tokens followed by all tokens again.
         # `output_token_logprobs_length` is the number of tokens so far.
         length = self._last_meta.get("output_token_logprobs_length", len(pairs))
-        pairs = pairs[max(0, len(pairs) - length) :]
+        if top and len(top) != len(pairs):
+            raise ValueError(f"{len(top)} top log-probs for {len(pairs)} tokens")
+        pairs, top = (some[max(0, len(some) - length) :] for some in (pairs, top))
         first = length - len(pairs)
         if not 0 <= first <= len(self.pairs):
             raise ValueError(f"{len(pairs)} of {length} tokens after {len(self.pairs)}")
         self.pairs[first:] = pairs
+        self.top[first:] = top
 
     def meta(self) -> dict[str, Any]:
         """Return SGLang's `meta_info`. An unfinished response is reported as aborted."""
-        meta = {**self._last_meta, "output_token_logprobs": self.pairs}
+        meta = {
+            **self._last_meta,
+            "output_token_logprobs": self.pairs,
+            "output_top_logprobs": self.top,
+        }
         if self.finished:
             return meta
         meta.pop("routed_experts", None)

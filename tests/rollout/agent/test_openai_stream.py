@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 
+from rlpipe.engines.sglang.reply_format import SglangReplies
 from rlpipe.errors import EngineUnavailable
+from rlpipe.rollout.agent.chat_sessions import ChatSessions
 from rlpipe.rollout.agent.gateway import Gateway
-from rlpipe.rollout.agent.openai_api import ChatSessions
+from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.generation import Generation
 from rlpipe.types import Sample
 
@@ -27,7 +29,7 @@ SAMPLING = {
 }
 HELLO: Any = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
-TOOLS = [
+TOOLS: Any = [
     {
         "type": "function",
         "function": {
@@ -69,32 +71,45 @@ class Engine:
     end_ids = frozenset({END})
 
     def __init__(self, reply: str, half: int, error: Exception | None = None) -> None:
-        self.ids, self.half, self.error, self.go = (
-            [*map(ord, reply), END],
-            half,
-            error,
-            asyncio.Event(),
-        )
+        self.ids = [*map(ord, reply), END]
+        self.half = half
+        self.error = error
+        self.go = asyncio.Event()
+        self.reason = "stop"
+        self.sampling: list[dict[str, Any]] = []
+        self.watched = False
 
     async def generate(self, ids, sampling, *, watch=None, **_: Any) -> list[Generation]:
+        self.sampling.append(sampling)
         if watch is not None:
+            self.watched = True
             watch(self._what(self.ids[: self.half], "abort"))
             await self.go.wait()
         if self.error is not None:
             raise self.error
-        return [self._what(self.ids, "stop")]
+        return [self._what(self.ids, self.reason)]
 
     def _what(self, ids: list[int], reason: str) -> Generation:
         return Generation(ids, [-0.5] * len(ids), reason, [(len(ids), "b@3@d")], "e", 0, 1.0, 2.0)
 
 
 @asynccontextmanager
-async def opened(engine: Engine) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatSessions, str]]:
+async def opened(
+    engine: Engine, *, evaluation: bool = False, sglang: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatSessions, str]]:
     opened_sessions: list[ChatSessions] = []
 
     def routes(gateway: Gateway):
-        opened_sessions.append(ChatSessions(gateway, SAMPLING, {}, model="m", evaluation=False))
-        return opened_sessions[0].routes()
+        sessions = ChatSessions(
+            gateway,
+            SAMPLING,
+            {},
+            model="m",
+            evaluation=evaluation,
+            reply_format=SglangReplies(cast(Any, gateway.tokenizer), sglang or {}),
+        )
+        opened_sessions.append(sessions)
+        return agent_routes(sessions)
 
     fakes: tuple[Any, Any] = (engine, _Letters())
     async with Gateway(*fakes, context_len=2000, routes=routes) as gateway:

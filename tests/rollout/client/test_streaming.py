@@ -10,17 +10,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import EngineRejected, EngineUnavailable
-from rlpipe.rollout.agent.openai_stream import (
-    TOOL_CALL,
-    GrowingText,
-    stable_prefix,
-    with_sent_prefix,
-)
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generation import Generation
 from tests.live_engine import VOCAB_SIZE, log_probs
@@ -208,45 +200,59 @@ async def test_a_stream_without_an_end_is_an_error():
             await client.generate([9], {"max_new_tokens": 4}, watch=lambda part: None)
 
 
-@given(st.text(alphabet="ab é€😀\n<tol_c>", max_size=30), st.data())
-def test_sent_text_of_a_growing_text_is_never_changed(text: str, data):
-    """A token is a byte here, so characters are split."""
-    ids = list(text.encode())
-    with_tools = data.draw(st.booleans())
-    growing = GrowingText(lambda some: bytes(some).decode(errors="replace"))
-    sent = ""
-    place = 0
-    whole = text.partition("a<")[0]
-    while place < len(ids):
-        place += data.draw(st.integers(1, 4))
-        now = stable_prefix(growing.of(ids[:place]), ["a<"], with_tools=with_tools)
-        assert now.startswith(sent) and whole.startswith(now)
-        assert not with_tools or TOOL_CALL not in now
-        sent = now
-    assert with_sent_prefix({"role": "assistant", "content": whole}, sent)["content"] == whole
+async def test_top_log_probs_have_one_entry_for_each_token_after_a_broken_connection():
+    def top(ids: Sequence[int]) -> dict[str, Any]:
+        return {"output_top_logprobs": [[[-0.1, 7, None], [-float(one), one, None]] for one in ids]}
 
-
-@pytest.mark.parametrize(
-    ("text", "sent"),
-    [
-        ("yes", "yes"),
-        ("yes ST", "yes "),
-        ("yes STOP no", "yes "),
-        ("yes SSTOP", "yes S"),
-        ("a <tool", "a"),
-        ("a <tool_call>{", "a"),
-        ("a <b", "a <b"),
-        ("a ", "a"),
-    ],
-)
-def test_text_that_may_become_a_stop_text_or_a_call_is_held_back(text, sent):
-    assert stable_prefix(text, ["STOP"], with_tools="ST" not in text) == sent
-
-
-def test_a_message_begins_with_the_text_that_was_sent():
-    message = {"role": "assistant", "content": "find it", "tool_calls": [{}]}
-    assert with_sent_prefix(message, "\n\nfind")["content"] == "\n\nfind it"
-    assert with_sent_prefix(message, "fund")["content"] == "fund it", (
-        "the tokenizer changed the beginning of the text"
+    script = _Scripted(
+        [_event([1], None, top([1])), _event([1, 2], None, top([1, 2])), httpx.ReadError("gone")],
+        [_event([3], "stop", top([3]))],
     )
-    assert with_sent_prefix({**message, "content": None}, "")["content"] is None
+    watched = _Watched()
+    async with script.client() as client:
+        (whole,) = await client.generate(
+            [9], {"max_new_tokens": 4}, watch=watched.append, num_top_log_probs=2
+        )
+    assert whole.top_log_probs == [[(-0.1, 7), (-float(one), one)] for one in (1, 2, 3)]
+    assert [len(part.top_log_probs or ()) for part in watched] == [1, 2]
+    assert [request["top_logprobs_num"] for request in script.requests] == [2, 2]
+    assert "top_logprobs_num" not in (await _streamed([_event([1], "stop")]))[2][0]
+
+
+async def test_a_response_under_a_grammar_starts_again_after_an_abort():
+    """An engine that got `{"a` as a prompt would begin the grammar with another brace."""
+    rows = [
+        [{"meta_info": _event(ids, reason)["meta_info"]}]
+        for ids, reason in (([1, 2], "abort"), ([3, 4], "stop"))
+    ]
+    requests: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(json.loads(request.content))
+        return httpx.Response(200, json=rows[len(requests) - 1])
+
+    client = GenerateClient("http://router", vocab_size=VOCAB_SIZE, deadline_s=5.0)
+    client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    async with client:
+        sampling = {"max_new_tokens": 4, "json_schema": "{}"}
+        (generation,) = await client.generate([9], sampling)
+    assert [request["input_ids"] for request in requests] == [[[9]], [[9]]]
+    assert [request["sampling_params"]["max_new_tokens"] for request in requests] == [4, 4]
+    assert (generation.response_ids, generation.log_probs) == ([3, 4], [-3.0, -4.0])
+
+
+async def test_a_structural_tag_goes_to_the_engine_because_the_router_drops_it():
+    urls: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        urls.append(str(request.url))
+        if request.url.path == "/workers":
+            return httpx.Response(200, json={"workers": [{"url": "http://engine"}]})
+        return httpx.Response(200, json=[_event([1], "stop")])
+
+    client = GenerateClient("http://router", vocab_size=VOCAB_SIZE, deadline_s=5.0)
+    client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    async with client:
+        for grammar in ("structural_tag", "json_schema"):
+            await client.generate([9], {"max_new_tokens": 4, grammar: "{}"})
+    assert urls == ["http://router/workers", "http://engine/generate", "http://router/generate"]
