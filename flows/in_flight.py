@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from functools import wraps
-from types import TracebackType
 from typing import Any, cast
 
 from prefect import Flow
@@ -44,12 +43,7 @@ class Iterations(ABC):
     async def __aenter__(self) -> Iterations:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def finish(self, k: int) -> dict[str, NodeRef]:

@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from prefect.runtime import flow_run
@@ -77,12 +76,7 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sinks.close()
 
     async def iteration(self, k: int, nodes: dict[str, NodeRef], *, seconds: float) -> None:

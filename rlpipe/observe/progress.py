@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -129,12 +128,7 @@ class Progress:
             self._screen.add(self._block)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._screen.remove(self._block)
         self._contexts.close()
         # The block is gone, and its last values stay as a line.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -91,17 +90,6 @@ class Sinks:
             for sink in self._sinks:
                 closing.callback(sink.close)
 
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def _event_folder(directory: Path, run: str) -> Path:
     """Return the folder of the event files of a run.
@@ -169,17 +157,6 @@ class TensorBoardSink:
         """Close the event file, if one was created."""
         if self._opened is not None:
             self._opened.close()
-
-    def __enter__(self) -> TensorBoardSink:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _proto(name: str) -> Any:

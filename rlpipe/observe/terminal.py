@@ -92,12 +92,7 @@ class Screen:
             self.console.show_cursor(True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _current
         self._entered = max(self._entered - 1, 0)
         if self._entered or _current is not self:

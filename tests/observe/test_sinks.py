@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ def sinks(folder: Path, **observe: Any) -> Sinks:
 
 def test_prometheus_serves_the_newest_values(tmp_path: Path):
     port = free_port()
-    with sinks(tmp_path, prometheus_port=port) as opened:
+    with closing(sinks(tmp_path, prometheus_port=port)) as opened:
         for step in range(2):
             opened.write(step, {"train/loss": 1.5 - step, "eval/held-out/pass@1": 0.25})
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
@@ -40,7 +41,7 @@ def test_prometheus_serves_the_newest_values(tmp_path: Path):
 
 def test_a_port_in_use_is_named_and_earlier_sinks_are_closed(tmp_path: Path):
     port = free_port()
-    with sinks(tmp_path, tensorboard=False, prometheus_port=port):
+    with closing(sinks(tmp_path, tensorboard=False, prometheus_port=port)):
         with pytest.raises(ResourceError, match=r"observe\.prometheus_port") as caught:
             sinks(tmp_path, prometheus_port=port)
         assert str(caught.value.found).startswith(f"127.0.0.1:{port}: ")
@@ -48,16 +49,16 @@ def test_a_port_in_use_is_named_and_earlier_sinks_are_closed(tmp_path: Path):
 
 
 def test_tensorboard_shows_the_name_of_the_run(tmp_path: Path):
-    with sinks(tmp_path) as opened:
+    with closing(sinks(tmp_path)) as opened:
         opened.write(0, {"train/loss": 1.5})
     boards = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard"))
     assert list(boards.Runs()) == ["my.run"]
 
 
 def test_a_run_that_has_event_files_continues_in_their_folder(tmp_path: Path):
-    with TensorBoardSink(tmp_path / "tensorboard") as earlier:
+    with closing(TensorBoardSink(tmp_path / "tensorboard")) as earlier:
         earlier.write(0, {"train/loss": 1.5})
-    with sinks(tmp_path) as opened:
+    with closing(sinks(tmp_path)) as opened:
         opened.write(1, {"train/loss": 0.5})
     boards = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard"))
     assert list(boards.Runs()) == ["."]
@@ -101,7 +102,7 @@ def test_wandb_resumes_a_run_by_its_name_or_the_configured_id(
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for keys in ({}, {"wandb_run_id": "given"}):
-        with sinks(tmp_path, tensorboard=False, use_wandb=True, **keys) as opened:
+        with closing(sinks(tmp_path, tensorboard=False, use_wandb=True, **keys)) as opened:
             opened.write(3, {"train/loss": 0.5})
             opened.write_text(2, "commit_sha256", "aa")
             opened.write_text(3, "commit_sha256", "bb")
@@ -123,7 +124,7 @@ def read_events(directory: Path) -> EventAccumulator:
 
 
 def test_tensorboard_reads_the_written_scalars(tmp_path: Path):
-    with TensorBoardSink(tmp_path / "deep" / "tb") as sink:
+    with closing(TensorBoardSink(tmp_path / "deep" / "tb")) as sink:
         sink.write(0, {"train/loss": 1.5, "rollout/raw_reward": 0.25})
         sink.write(1, {"train/loss": 0.5})
         sink.write(2, {})
@@ -143,12 +144,12 @@ def test_values_are_on_disk_before_the_sink_is_closed(tmp_path: Path):
 
 
 def test_a_resumed_run_hides_the_repeated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with TensorBoardSink(tmp_path) as sink:
+    with closing(TensorBoardSink(tmp_path)) as sink:
         for step in range(4):
             sink.write(step, {"x": 1.0})
     later = max(path.stat().st_mtime for path in tmp_path.iterdir()) + 100
     monkeypatch.setattr("time.time", lambda: later)
-    with TensorBoardSink(tmp_path, first_step=2) as sink:
+    with closing(TensorBoardSink(tmp_path, first_step=2)) as sink:
         sink.write(2, {"x": 2.0})
     assert [(event.step, event.value) for event in read_events(tmp_path).Scalars("x")] == [
         (0, 1.0),
@@ -158,7 +159,7 @@ def test_a_resumed_run_hides_the_repeated_steps(tmp_path: Path, monkeypatch: pyt
 
 
 def test_tensorboard_shows_a_line_of_text_per_step(tmp_path: Path):
-    with TensorBoardSink(tmp_path) as sink:
+    with closing(TensorBoardSink(tmp_path)) as sink:
         for step in range(2):
             sink.write_text(step, "commit_sha256", f"{step}" * 64)
     events = read_events(tmp_path)
@@ -171,6 +172,6 @@ def test_tensorboard_shows_a_line_of_text_per_step(tmp_path: Path):
 
 
 def test_no_event_file_exists_before_the_first_value(tmp_path: Path):
-    with TensorBoardSink(tmp_path / "tensorboard", first_step=3) as sink:
+    with closing(TensorBoardSink(tmp_path / "tensorboard", first_step=3)) as sink:
         sink.write(3, {})
     assert not (tmp_path / "tensorboard").exists()
