@@ -74,6 +74,10 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+STATUS_OF_REASON = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""Finish reason of SGLang → status."""
+
+
 @dataclass
 class Sample:
     """One prompt with one response.
@@ -221,45 +225,41 @@ class Sample:
         return self.reward[key] if key and isinstance(self.reward, dict) else self.reward
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Set weight version and status from SGLang's `meta_info`."""
+        """Set weight version and status from SGLang's `meta_info`, if its reason is known."""
         if stamp := meta_info.get("weight_version"):
             self.weight_versions.append(stamp)
-        reason = self.finish_reason = meta_info["finish_reason"]["type"]
-        self.status = {"length": Status.TRUNCATED, "abort": Status.ABORTED}.get(
-            reason, Status.COMPLETED
-        )
+        self.finish_reason = meta_info["finish_reason"]["type"]
+        self.status = STATUS_OF_REASON.get(self.finish_reason, self.status)
 
     def append_response_tokens(
         self,
-        args: Any,
+        args: Any = None,
         *,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None = None,
+        tokens: Iterable[int] | None = None,
+        log_probs: Iterable[float] | None = None,
         trainable: bool = True,
         meta_info: dict[str, Any] | None = None,
-        text: str = "",
+        text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
         """Append tokens of the policy (`trainable`, with log-probs) or of a tool (without).
 
         Raises: ValueError unless there is one log-prob per trainable token and none for others.
         """
-        if trainable and len(log_probs or ()) != len(tokens):
-            raise ValueError(
-                f"{len(tokens)} trainable tokens with {len(log_probs or ())} log-probs"
-            )
-        if not trainable and log_probs:
-            raise ValueError("tokens that are not trainable have no log-probs")
-        before = len(self.response_ids)
-        self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
-        self.rollout_log_probs = [
-            *(self.rollout_log_probs or [0.0] * before),
-            *(log_probs or [0.0] * len(tokens)),
-        ]
+        tokens = [int(token) for token in (() if tokens is None else tokens)]
+        log_probs = [float(number) for number in (() if log_probs is None else log_probs)]
+        expected = len(tokens) if trainable else 0
+        if len(log_probs) != expected:
+            raise ValueError(f"{len(log_probs)} log-probs, expected one per trainable token")
+        before = self.response_length
+        self.response_length = before  # tokens set since then are the prompt's, as in slime
         self.settle_lengths()
+        self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
+        log_probs = log_probs or [0.0] * len(tokens)
+        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *log_probs]
         self.response_ids = [*self.response_ids, *tokens]
-        self.response = self.response + text
-        if meta_info and update_terminal_info:
+        self.response = self.response + (text or "")
+        if update_terminal_info and meta_info and "finish_reason" in meta_info:
             self.update_from_meta_info(args, meta_info)
 
     def to_dict(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def test_what_is_appended_carries_masks_and_log_probs():
         3,
         Status.TRUNCATED,
     )
-    with pytest.raises(ValueError, match="1 trainable tokens with 0"):
+    with pytest.raises(ValueError, match="0 log-probs, expected one per trainable token"):
         one.append_response_tokens(None, tokens=[7])
 
 

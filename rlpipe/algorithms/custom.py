@@ -40,13 +40,11 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms.importance import Correction
-from rlpipe.algorithms.logits_loss import MODULES
 from rlpipe.algorithms.objective import TokenBatch
 from rlpipe.algorithms.values import Estimates
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.slime.modules import provide
 
 Function = Callable[..., Any]
 
@@ -77,8 +75,6 @@ def load(key: str, path: str) -> Function:
 
     Raises: ConfigError if it does not exist or cannot be called with the arguments of its key.
     """
-    # slime's modules must be importable before the user's file is.
-    provide(MODULES)
     function = load_hook(path)
     positional, keywords = SIGNATURES[key]
     try:

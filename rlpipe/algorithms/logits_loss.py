@@ -26,8 +26,8 @@ sum over tokens. Loss and metrics are scalars; they are divided by the step's nu
 tokens) afterwards. All tensor parallel ranks must compute the same loss, each from its own columns.
 
 `get_responses`, `get_log_probs_and_entropy`, `compute_policy_loss`, `compute_approx_kl`,
-`icepop_function` and `vanilla_tis_function` are slime's functions. `MODULES` makes them importable
-under slime's names if slime is not installed.
+`icepop_function` and `vanilla_tis_function` are slime's functions. `rlpipe.slime.modules` makes
+them importable under slime's names.
 """
 
 from __future__ import annotations
@@ -303,20 +303,3 @@ def _corrected(
         "tis_abs": (ratio - 1).abs().detach(),
     }
     return pg_loss * weights, loss_masks, metrics
-
-
-MODULES: dict[str, dict[str, Any]] = {
-    "slime.backends": {},
-    "slime.backends.megatron_utils": {},
-    "slime.backends.megatron_utils.loss": {
-        "get_responses": get_responses,
-        "get_log_probs_and_entropy": get_log_probs_and_entropy,
-        "icepop_function": icepop_function,
-        "vanilla_tis_function": vanilla_tis_function,
-    },
-    "slime.utils.ppo_utils": {
-        "compute_policy_loss": compute_policy_loss,
-        "compute_approx_kl": compute_approx_kl,
-    },
-}
-"""Modules and names that losses written for slime import."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from rlpipe.config.guard import error_text, exit_if_forked, guarded
 from rlpipe.errors import ConfigError
-from rlpipe.slime.modules import provide
+from rlpipe.slime.modules import is_provided, provide
 from rlpipe.system.plain_files import read_plain
 from rlpipe.system.project import hidden_file, in_project
 
@@ -104,17 +104,22 @@ def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
 def hook_digest(path: str) -> str:
     """Return the sha256 (hex) of the source file that `path` names.
 
-    For a dotted path in rlpipe it is the sha256 of "rlpipe:" + path. Raises: ConfigError if the
-    source does not exist.
+    For a dotted path in rlpipe, or of a function of slime that rlpipe provides, it is the sha256 of
+    "rlpipe:" + path. Raises: ConfigError if the source does not exist.
     """
     file, _ = _split_file(path)
     if file is None:
-        module, _ = _split_dotted(path)
-        file = _source_of(module, path)
-        if module.partition(".")[0] == OWN_PACKAGE:
+        module, name = _split_dotted(path)
+        provide()
+        is_own = is_provided(module, name)
+        if not is_own:
+            file = _source_of(module, path)
+            is_own = module.partition(".")[0] == OWN_PACKAGE
+        if is_own:
             # Contract versions of the stages cover rlpipe's code. A digest of the file would give
             # stored runs another identity after each change of a comment.
             return hashlib.sha256(f"rlpipe:{path}".encode()).hexdigest()
+    assert file is not None
     return hashlib.sha256(_read(file, path)).hexdigest()
 
 
@@ -183,8 +188,7 @@ def _import_file(file: Path, path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Registered before the execution, because dataclasses and pickle look the module up by name.
     sys.modules[name] = module
-    if b"slime" in source:
-        provide()  # so that `from slime... import` works without slime
+    provide()  # so that `from slime... import` works, here or in a module that the file imports
     complete = False
     try:
         _run_import(

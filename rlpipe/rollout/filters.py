@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError, RewardError
-from rlpipe.slime.modules import DynamicFilterOutput, check_reward_nonzero_std
+from rlpipe.slime.outputs import DynamicFilterOutput, check_reward_nonzero_std
 from rlpipe.types import Sample
 
 

@@ -20,7 +20,7 @@ from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generation import Generation, merged_runs
 from rlpipe.store.routed_experts import within
-from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
+from rlpipe.types import STATUS_OF_REASON, PlannedGroup, Sample, Status, WeightVersion
 
 
 class Generate(Protocol):
@@ -34,12 +34,7 @@ class Generate(Protocol):
 Decode = Callable[[Sequence[int]], str]
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
-_STATUS_OF_REASON = {
-    "stop": Status.COMPLETED,
-    "length": Status.TRUNCATED,
-    "abort": Status.ABORTED,
-}
-_REASON_OF_STATUS = {status: reason for reason, status in _STATUS_OF_REASON.items()}
+_REASON_OF_STATUS = {status: reason for reason, status in STATUS_OF_REASON.items()}
 
 
 def sampling_params(
@@ -126,7 +121,7 @@ class SingleTurn:
         sample.rollout_routed_experts = within(generation.routed_experts, num_tokens)
         sample.response = self.decode(generation.response_ids)
         sample.weight_versions = version_runs(generation, f"group {group.group_id}")
-        sample.status = _STATUS_OF_REASON[generation.finish_reason]
+        sample.status = STATUS_OF_REASON[generation.finish_reason]
         sample.finish_reason = generation.finish_reason
         sample.engine = generation.engine
         sample.t_start_s = generation.t_start_s

@@ -1,246 +1,159 @@
-"""Modules of slime that user files import, for machines without slime.
+"""Modules of slime that user files import.
 
     from slime.utils.types import Sample                    rlpipe's Sample with slime's keywords
     from slime.utils.http_utils import post, get            JSON over HTTP, with retries
-    from slime.rollout.sglang_rollout import GenerateState  tokenizer, sampling_params, semaphore
+    from slime.rollout.sglang_rollout import GenerateState, generate, generate_and_rm_group, ...
     from slime.rollout.base_types import RolloutFnTrainOutput, RolloutFnEvalOutput
-    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-    from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
     from slime.rollout.rm_hub import async_rm, grade_answer_verl, ...   and from its modules
-    from slime.utils.misc import load_function, SingletonMeta
-    from slime.utils.processing_utils import load_tokenizer
-    from slime.utils.async_utils import run
 
-`provide()` makes them importable. Any other module of slime raises ImportError. `algorithms.custom`
-provides slime's functions for losses. A text in `MODULES` names the module with the functions; it
-is imported when one of them is first used.
+`provide()` makes them importable, with or without slime. `MODULES` has the modules that rlpipe
+provides. A name that rlpipe does not provide comes from slime's source, if slime is installed or a
+checkout is on `sys.path`; this source then imports rlpipe's modules in place of its own. So all of
+slime's code shares one `Sample` and one HTTP client with rlpipe. Without the source, the import of
+such a name raises ImportError.
+
+Entry points: `provide`, `is_provided`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import importlib.util
-import statistics
 import sys
-from argparse import Namespace
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
-import httpx
-
-from rlpipe.slime.sample import SlimeSample
-from rlpipe.system.certificates import certificates
-
-ATTEMPTS = 60
-PAUSE_S = 1.0
-MOST_REQUESTS = 512
-"""Concurrent requests of slime's functions (the permits of `GenerateState.semaphore`)."""
-
-
-@dataclass
-class RolloutFnTrainOutput:
-    """Result of a rollout function: groups of samples, and metrics."""
-
-    samples: list[list[Any]]
-    metrics: dict[str, Any] | None = None
-
-
-@dataclass
-class RolloutFnEvalOutput:
-    """Result of a rollout function in an evaluation, by name of the held-out set."""
-
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
-
-
-@dataclass
-class DynamicFilterOutput:
-    """Result of a dynamic sampling filter."""
-
-    keep: bool
-    reason: str | None = None
-    keep_when_insufficient: bool = False
-    """Fill the batch with this rejected group instead of another sampling round."""
-
-
-SMALLEST_STD = 1e-6
-"""slime's bound: smaller deviations are rounding errors of a verifier."""
-
-
-def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
-    """Keep a group if the unbiased standard deviation of its rewards is above 1e-6 in float64.
-
-    A group of one sample has no deviation and is rejected, as in slime.
-    """
-    rewards = [float(sample.get_reward_value(args)) for sample in samples]
-    keep = len(rewards) > 1 and statistics.stdev(rewards) > SMALLEST_STD
-    return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1) + 0.0:g}")
-
-
-def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: Sequence[Any], **keywords: Any
-) -> DynamicFilterOutput:
-    """Filter in the same way; rejected groups fill the batch if too few others are kept."""
-    output = check_reward_nonzero_std(args, samples, **keywords)
-    output.keep_when_insufficient = True
-    return output
-
-
-@dataclass
-class GenerateState:
-    """Shared state of slime's functions, created from `args` in each call."""
-
-    args: Namespace
-    processor: Any = None
-    aborted: bool = False
-    tokenizer: Any = field(init=False)
-    sampling_params: dict[str, Any] = field(init=False)
-    semaphore: asyncio.Semaphore = field(init=False)
-
-    def __post_init__(self) -> None:
-        args = self.args
-        self.tokenizer = args.tokenizer
-        self.semaphore = asyncio.Semaphore(MOST_REQUESTS)
-        names = {
-            "temperature": "temperature",
-            "top_p": "top_p",
-            "top_k": "top_k",
-            "max_new_tokens": "max_response_len",
-        }
-        params = {ours: getattr(args, f"rollout_{theirs}") for ours, theirs in names.items()}
-        params |= {"stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids}
-        self.sampling_params = {
-            **params,
-            "skip_special_tokens": args.rollout_skip_special_tokens,
-            "no_stop_trim": True,
-        }
-
-
-async def post(
-    url: str, payload: Any, max_retries: int = ATTEMPTS, headers: dict[str, str] | None = None
-) -> Any:
-    """Return the JSON answer of a POST request.
-
-    Raises: httpx.HTTPError after the last attempt, or at once for a status below 500.
-    """
-    return await _request("POST", url, max_retries, json=payload or {}, headers=headers)
-
-
-async def get(url: str) -> Any:
-    """Return the JSON answer of a GET request. Raises: httpx.HTTPError, like `post`."""
-    return await _request("GET", url, ATTEMPTS)
-
-
-async def _request(method: str, url: str, attempts: int, **keywords: Any) -> Any:
-    async with httpx.AsyncClient(timeout=None, verify=certificates()) as client:
-        for remaining in range(attempts - 1, -1, -1):
-            try:
-                response = await client.request(method, url, **keywords)
-                response.raise_for_status()
-                return response.json()
-            except httpx.HTTPError as error:
-                is_refused = (
-                    isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
-                )
-                if is_refused or not remaining:
-                    raise
-            await asyncio.sleep(PAUSE_S)
-    raise AssertionError("at least one attempt is needed")
-
-
-def call_rollout_fn(function: Any, *arguments: Any, evaluation: bool, **keywords: Any) -> Any:
-    """Return the output of a rollout function in slime's present form."""
-    output = function(*arguments, **keywords, evaluation=evaluation)
-    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
-        return output
-    return RolloutFnEvalOutput(output) if evaluation else RolloutFnTrainOutput(output)
-
-
-def load_function(path: str) -> Any:
-    """Return the object of a dotted path."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-class SingletonMeta(type):
-    """Metaclass of classes with one instance in a process."""
-
-    _instances: ClassVar[dict[type, Any]] = {}
-
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        if cls not in cls._instances:
-            cls._instances[cls] = super().__call__(*arguments, **keywords)
-        return cls._instances[cls]
-
-    def clear_instances(cls) -> None:
-        """Forget the instance of this class."""
-        cls._instances.pop(cls, None)
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine, for a plain function."""
-    return asyncio.run(coroutine)
-
-
+PACKAGE = "slime"
+_OUTPUTS = "rlpipe.slime.outputs"
+_UTILITIES = "rlpipe.slime.utilities"
 _VERIFIERS = "rlpipe.rewards.slime_verifiers"
-MODULES: dict[str, dict[str, Any] | str] = {
-    "slime": {},
-    "slime.utils": {},
-    "slime.utils.types": {"Sample": SlimeSample},
-    "slime.utils.http_utils": {"post": post, "get": get},
-    "slime.utils.async_utils": {"run": run},
-    "slime.utils.misc": {"load_function": load_function, "SingletonMeta": SingletonMeta},
-    "slime.utils.processing_utils": "rlpipe.data.tokens",
-    "slime.rollout": {},
-    "slime.rollout.base_types": {
-        "RolloutFnTrainOutput": RolloutFnTrainOutput,
-        "RolloutFnEvalOutput": RolloutFnEvalOutput,
-        "call_rollout_fn": call_rollout_fn,
-    },
+_DATA = "rlpipe.data.slime_data"
+_LOSSES = "rlpipe.algorithms.logits_loss"
+MODULES: dict[str, str] = {
+    "slime": "",
+    "slime.backends": "",
+    "slime.backends.megatron_utils": "",
+    "slime.backends.megatron_utils.loss": _LOSSES,
+    "slime.rollout": "",
+    "slime.rollout.base_types": _OUTPUTS,
+    "slime.rollout.data_source": _DATA,
+    "slime.rollout.filter_hub": "",
+    "slime.rollout.filter_hub.base_types": _OUTPUTS,
+    "slime.rollout.filter_hub.dynamic_sampling_filters": _OUTPUTS,
+    "slime.rollout.on_policy_distillation": "rlpipe.rewards.slime_distillation",
     "slime.rollout.rm_hub": _VERIFIERS,
     "slime.rollout.rm_hub.deepscaler": _VERIFIERS,
     "slime.rollout.rm_hub.f1": _VERIFIERS,
     "slime.rollout.rm_hub.gpqa": _VERIFIERS,
     "slime.rollout.rm_hub.math_dapo_utils": _VERIFIERS,
     "slime.rollout.rm_hub.math_utils": _VERIFIERS,
-    "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
-    "slime.rollout.filter_hub": {},
-    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
-    "slime.rollout.filter_hub.dynamic_sampling_filters": {
-        "check_reward_nonzero_std": check_reward_nonzero_std,
-        "check_reward_nonzero_std_with_fallback": check_reward_nonzero_std_with_fallback,
-    },
+    "slime.rollout.sample_hooks": _UTILITIES,
+    "slime.utils": "",
+    "slime.utils.async_utils": _UTILITIES,
+    "slime.utils.data": _DATA,
+    "slime.utils.http_utils": _UTILITIES,
+    "slime.utils.mask_utils": _DATA,
+    "slime.utils.misc": _UTILITIES,
+    "slime.utils.ppo_utils": _LOSSES,
+    "slime.utils.processing_utils": _DATA,
+    "slime.utils.types": "rlpipe.slime.sample",
 }
-_provided: set[str] = set()
+"""slime's module → rlpipe's module with its functions; empty: a package without functions."""
+ALIASES = {
+    "slime.rollout.sglang_rollout": "rlpipe.rollout.slime_rollout",
+    "slime.rollout.sglang_streaming_rollout": "rlpipe.rollout.slime_rollout",
+}
+"""slime's module → rlpipe's module that is imported as this module.
+
+Functions of such a module call each other through its global names, and user code replaces them
+there, as in slime.
+"""
 
 
-def _attribute(module: str, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)  # such as __file__, which tools look for in every module
-    return getattr(importlib.import_module(module), name)
-
-
-def provide(more: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Make the modules, and those of `more`, importable in this process, unless slime is installed.
-
-    `more`: module name → its attributes.
-    """
-    is_ours = "slime" in _provided
-    if not is_ours and ("slime" in sys.modules or importlib.util.find_spec("slime") is not None):
+def provide() -> None:
+    """Make the modules importable in this process."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    for name, attributes in {**MODULES, **(more or {})}.items():
-        if name in _provided:
-            continue
-        module = ModuleType(name, f"Replaces slime's module: see {__name__}.")
-        if isinstance(attributes, str):
-            attributes = {"__getattr__": partial(_attribute, attributes)}
-        vars(module).update(attributes, __path__=[])
-        sys.modules[name] = module
-        _provided.add(name)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    # slime's own modules that were imported before have other classes than rlpipe's.
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Finder())
+
+
+def is_provided(module: str, name: str) -> bool:
+    """True if rlpipe, and not slime's source, has this name of a module of slime."""
+    target = ALIASES.get(module) or MODULES.get(module)
+    return bool(target) and hasattr(importlib.import_module(target), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Importer of the package `slime`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULES or fullname in ALIASES:
+            spec = ModuleSpec(fullname, self, is_package=fullname in MODULES)
+            source = source_spec(fullname)
+            spec.origin = source.origin if source is not None else None
+            return spec
+        return source_spec(fullname) if fullname.startswith(f"{PACKAGE}.") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None if spec.name in ALIASES else _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in ALIASES:
+            # The import system returns the module that is in `sys.modules` after this call.
+            sys.modules[module.__name__] = importlib.import_module(ALIASES[module.__name__])
+
+
+class _Module(ModuleType):
+    """A module with the names of an rlpipe module, then of slime's source."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # such as __file__, which tools look for in every module
+        if target := MODULES[self.__name__]:
+            values = vars(importlib.import_module(target))
+            if name in values:
+                return values[name]
+        return source_attribute(self.__name__, name)
+
+
+_source_modules: dict[str, ModuleType] = {}
+
+
+def source_attribute(module: str, name: str) -> Any:
+    """Return a name of slime's source. Raises: AttributeError if there is none."""
+    source = _source_modules.get(module)
+    if source is None:
+        spec = source_spec(module)
+        if spec is None or spec.loader is None:
+            raise AttributeError(f"rlpipe has no {module}.{name}, and slime's source is not found")
+        source = module_from_spec(spec)
+        # Registered before the execution, which may import from rlpipe's module of this name.
+        _source_modules[module] = source
+        try:
+            spec.loader.exec_module(source)
+        except BaseException:
+            del _source_modules[module]
+            raise
+    return getattr(source, name)
+
+
+def source_spec(module: str) -> ModuleSpec | None:
+    """Return the spec of a module in slime's source; None if `sys.path` has no such source."""
+    package = PathFinder.find_spec(PACKAGE)
+    folders = package.submodule_search_locations if package is not None else None
+    # The folder of a git checkout, which the current folder may contain, is no package.
+    if folders is None or package is None or package.origin is None:
+        return None
+    if module == PACKAGE:
+        return package
+    parents = module.split(".")[1:-1]
+    return PathFinder.find_spec(module, [str(Path(folder, *parents)) for folder in folders])

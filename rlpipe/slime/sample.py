@@ -1,5 +1,7 @@
-"""`slime.utils.types.Sample` for functions written for slime: rlpipe's Sample with slime's keywords
-and its counts of speculative decoding and of the prefix cache.
+"""Names of `slime.utils.types` for functions written for slime.
+
+`Sample` is rlpipe's Sample with slime's keywords and its counts of speculative decoding and of the
+prefix cache. `own_sample` converts a sample of slime's own class.
 """
 
 from __future__ import annotations
@@ -7,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from rlpipe.types import Sample
+from rlpipe import types
 
 
 @dataclass
@@ -55,7 +57,14 @@ class PrefixCacheInfo:
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
 
-class SlimeSample(Sample):
+class _SampleType(type):
+    """Type of `Sample`: every sample of rlpipe is an instance."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, types.Sample)
+
+
+class Sample(types.Sample, metaclass=_SampleType):
     """rlpipe's Sample with a constructor that accepts slime's keywords.
 
     `spec_info` and `prefix_cache_info` are not stored.
@@ -76,11 +85,8 @@ class SlimeSample(Sample):
             self.response_length = length
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Set version, status and counts. An unknown finish reason leaves the status."""
-        status = self.status
+        """Set version, status and counts."""
         super().update_from_meta_info(args, meta_info)
-        if self.finish_reason not in ("stop", "length", "abort"):
-            self.status = status
         if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
@@ -106,3 +112,51 @@ class SlimeSample(Sample):
         sample.spec_info = SpecInfo(**spec_info)
         sample.prefix_cache_info = PrefixCacheInfo(**prefix_cache_info)
         return sample
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled sample, ours or slime's."""
+        if "prompt_ids" in state:
+            vars(self).update(state)
+        else:
+            vars(self).update(vars(type(self).from_dict(state)))
+
+
+def own_sample(value: Any) -> Any:
+    """Return a sample of slime's own class as rlpipe's; any other value unchanged.
+
+    slime's class appears where its modules were imported before `modules.provide` was called.
+    """
+    if isinstance(value, types.Sample) or type(value).__name__ != "Sample":
+        return value
+    if not (hasattr(value, "to_dict") and hasattr(value, "response_length")):
+        return value
+    return Sample.from_dict(value.to_dict())
+
+
+RolloutBatch = dict[str, list[Any]]
+
+
+@dataclass
+class MultimodalType:
+    """A kind of input, and its placeholder in messages."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The kinds of inputs that slime's prompts may have."""
+
+    IMAGE = MultimodalType("image", "<image>")
+    VIDEO = MultimodalType("video", "<video>")
+    AUDIO = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        """Return all kinds."""
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """Return the kind of this name."""
+        return next((kind for kind in cls.all() if kind.name == name), None)

@@ -160,7 +160,7 @@ def test_a_module_written_for_slime_is_imported_by_its_dotted_name(tmp_path):
     )
     program = (
         "from rlpipe.config.hooks import load_hook\n"
-        "print(load_hook('examples.search.generate.reward')(None, None).__name__)"
+        "print(load_hook('examples.search.generate.reward')(None, None).__module__)"
     )
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = subprocess.run(
@@ -171,4 +171,4 @@ def test_a_module_written_for_slime_is_imported_by_its_dotted_name(tmp_path):
         text=True,
         check=False,
     )
-    assert done.stdout.strip() == "SlimeSample", done.stderr
+    assert done.stdout.strip() == "rlpipe.slime.sample", done.stderr

@@ -46,6 +46,7 @@ from rlpipe.errors import ConfigError, HookError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, GroupFailed, planned_sample
 from rlpipe.rollout.hooks.journal import Journal
 from rlpipe.rollout.hooks.sample_checks import Limits, check_row, checked_rows
+from rlpipe.slime.sample import own_sample
 from rlpipe.types import PlannedGroup, Sample, Status
 
 CUT_OFF_GRACE_S = 10.0
@@ -246,7 +247,7 @@ class UserGenerate:
     def _rows(
         self, answer: Any, group: PlannedGroup, rollout: _Rollout, where: str
     ) -> list[Sample]:
-        answer = rollout.sample if answer is None else answer
+        answer = rollout.sample if answer is None else own_sample(answer)
         if isinstance(answer, Sample) and not answer.response_ids:
             answer = self._of_session(answer) or answer
         was_cut_off = self.stop is not None and self.stop.is_set()

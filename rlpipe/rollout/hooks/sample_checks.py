@@ -35,6 +35,7 @@ from rlpipe.data.user_source import is_given
 from rlpipe.errors import EngineError, HookError
 from rlpipe.rollout.generation import runs_of
 from rlpipe.rollout.hooks.journal import Journal
+from rlpipe.slime.sample import own_sample
 from rlpipe.store.routed_experts import NOT_ROUTED, within
 from rlpipe.types import PlannedGroup, Sample, Status, WeightVersion
 
@@ -91,6 +92,7 @@ def checked_rows(
     """
     expected = "a Sample, or a list of them"
     samples = list(returned) if isinstance(returned, list | tuple) else [returned]
+    samples = [own_sample(sample) for sample in samples]
     if not samples:
         raise _error(
             "the function returned no sample", where, found="an empty list", expected=expected
@@ -166,9 +168,9 @@ def _complete(
 
 
 def _settle_status(sample: Sample, where: str) -> None:
-    # slime's functions may set the status as a string.
-    if isinstance(sample.status, str) and not isinstance(sample.status, Status):
-        sample.status = Status(sample.status)
+    # slime's functions may set the status as a string, or as a value of slime's own enumeration.
+    if not isinstance(sample.status, Status):
+        sample.status = Status(getattr(sample.status, "value", sample.status))
     if sample.status is not Status.PENDING:
         return
     if sample.response_ids:
