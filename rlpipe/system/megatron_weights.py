@@ -1,12 +1,16 @@
-"""Use a Megatron checkpoint as a model directory: convert it once, and keep the result.
+"""Megatron checkpoints on disk: find one, convert it once and keep the result.
 
-    directory = converted_directory(Path("/ckpt"), origin, folder, step=None, key="model.source...")
+    find_checkpoint(Path("/ckpt"), step)      the folder of an iteration
+    converted_directory(Path("/ckpt"), ...)   its weights as a Hugging Face directory
+    converted_adam_state(Path("/ckpt"), ...)  its optimizer state, for any parallel layout
 
-The conversion runs in a child process, because it needs Megatron and torch.
+A conversion runs in a child process, because it needs Megatron and torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import rlpipe.errors
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
@@ -23,7 +29,62 @@ from rlpipe.system.orphan import FLAG
 MODULE = "rlpipe.engines.megatron.checkpoint.conversion"
 TRACKER = "latest_checkpointed_iteration.txt"
 """File of Megatron with the newest iteration of a folder of checkpoints."""
+RELEASE = "release"
+"""Megatron-LM's folder name and tracker content for weights without an iteration."""
 REPORT_INTERVAL_S = 5.0
+Kind = Literal["huggingface", "adam_state"]
+"""Result of a conversion."""
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The folder of one checkpoint."""
+
+    folder: Path
+    legacy: bool
+    """True for the older format with a file for each rank."""
+
+    @property
+    def iteration(self) -> int | None:
+        """Number of the iteration; None for converted weights and for a folder of another name."""
+        number = self.folder.name.removeprefix("iter_")
+        return int(number) if number.isdecimal() else None
+
+
+def find_checkpoint(path: Path, step: int | None = None, *, key: str = "") -> CheckpointFolder:
+    """Return the checkpoint at `path`.
+
+    `path`: a folder like iter_0000100, or its parent. `step`: iteration to take from the parent;
+    None: the latest. `key`: configuration key, for errors. Raises: ConfigError if there is no
+    checkpoint.
+    """
+    for folder in (path, *_iteration_folders(path, step)):
+        if (folder / ".metadata").is_file():
+            return CheckpointFolder(folder, legacy=False)
+        if any(folder.glob("mp_rank_*")):
+            return CheckpointFolder(folder, legacy=True)
+    if not path.exists():
+        found = "no such directory"
+    elif step is None:
+        found = f"no {TRACKER}, no .metadata, no mp_rank_…"
+    else:
+        found = f"no iteration {step}"
+    raise ConfigError(
+        "no checkpoint in this directory",
+        where=f"{key}: {path}" if key else str(path),
+        found=found,
+        expected="a folder like iter_0000100, or its parent",
+    )
+
+
+def _iteration_folders(path: Path, step: int | None) -> list[Path]:
+    if step is not None:
+        return [path / f"iter_{step:07d}"]
+    tracker = path / TRACKER
+    latest = tracker.read_text().strip() if tracker.is_file() else ""
+    if latest.isdigit():
+        return [path / f"iter_{int(latest):07d}"]
+    return [path / RELEASE] if latest == RELEASE else []
 
 
 def is_megatron_checkpoint(path: Path) -> bool:
@@ -57,11 +118,38 @@ def converted_directory(
             else f"no directory {checkpoint}",
             expected="a folder such as iter_0000100, or its parent",
         )
-    target = folder / f"megatron-{_identity(checkpoint, origin, step)}"
+    return _converted(checkpoint, origin, folder, step, key, "huggingface")
+
+
+def converted_adam_state(
+    checkpoint: Path, origin: Path, folder: Path, *, step: int | None, key: str
+) -> Path:
+    """Return a folder with the optimizer state of a Megatron checkpoint.
+
+    Arguments and errors as `converted_directory`.
+    """
+    return _converted(checkpoint, origin, folder, step, key, "adam_state")
+
+
+def _converted(
+    checkpoint: Path, origin: Path, folder: Path, step: int | None, key: str, kind: Kind
+) -> Path:
+    prefix = "megatron" if kind == "huggingface" else f"megatron-{kind}"
+    target = folder / f"{prefix}-{_identity(checkpoint, origin, step)}"
     if not target.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _convert(checkpoint, origin, target, step, key)
+        # Ranks of one machine start at the same time, and one of them converts.
+        with _locked(target.with_name(f"{target.name}.lock")):
+            if not target.is_dir():
+                _convert(checkpoint, origin, target, step, key, kind)
     return target
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _identity(checkpoint: Path, origin: Path, step: int | None) -> str:
@@ -74,9 +162,11 @@ def _identity(checkpoint: Path, origin: Path, step: int | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _convert(checkpoint: Path, origin: Path, target: Path, step: int | None, key: str) -> None:
+def _convert(
+    checkpoint: Path, origin: Path, target: Path, step: int | None, key: str, kind: Kind
+) -> None:
     job = {
-        "to": "huggingface",
+        "to": kind,
         "checkpoint": str(checkpoint.absolute()),
         "output": str(target.absolute()),
         "origin": str(origin.absolute()),
@@ -95,8 +185,8 @@ def _convert(checkpoint: Path, origin: Path, target: Path, step: int | None, key
                 if "report" in message:
                     return
                 if time.monotonic() >= next_report_s:
-                    done, total = (message[name] // 2**20 for name in ("done", "total"))
-                    print(f"{key}: converted {done:,} of {total:,} MiB", file=sys.stderr)
+                    percent = 100 * message["done"] // max(1, message["total"])
+                    print(f"{key}: converted {percent} %", file=sys.stderr)
                     next_report_s = time.monotonic() + REPORT_INTERVAL_S
         finally:
             process.kill()  # after an interruption; otherwise the process has done its work

@@ -29,7 +29,7 @@ from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.engines.megatron.arguments import set_global_arguments
 from rlpipe.engines.megatron.bridges.bridge import load_weights
 from rlpipe.engines.megatron.bridges.stages import full_weights
-from rlpipe.engines.megatron.checkpoint import checkpoint
+from rlpipe.engines.megatron.checkpoint import checkpoint, disk_space
 from rlpipe.engines.megatron.checkpoint.export import save_hf
 from rlpipe.engines.megatron.checkpoint.state import (
     combined_digest,
@@ -98,15 +98,15 @@ def combined_result(
 
 
 def combined_disk_space(
-    exchange: CriticExchange | None, space: checkpoint.DiskSpace
-) -> checkpoint.DiskSpace:
+    exchange: CriticExchange | None, space: disk_space.DiskSpace
+) -> disk_space.DiskSpace:
     """Combine the disk space of the policy's and the critic's checkpoints.
 
     Collective over the ranks of both. `space`: of the model on this rank.
     """
     if exchange is None:
         return space
-    policy, critic = (checkpoint.DiskSpace(**fields) for fields in exchange.exchange(asdict(space)))
+    policy, critic = (disk_space.DiskSpace(**fields) for fields in exchange.exchange(asdict(space)))
     return policy.combined_with(critic)
 
 
@@ -249,6 +249,14 @@ class MegatronEngine(MegatronRank):
             self._critic.load_initial_weights(self.trained)
         return loaded.iteration
 
+    def load_adam_state(self, folder: str | Path) -> None:
+        """Restore the policy's optimizer state and schedule from a conversion of another run's.
+
+        `folder`: of `convert.to_adam_state`. The weights must be loaded already.
+        """
+        self._memory.require("optimizer")
+        checkpoint.load_adam_state(self.trained, folder)
+
     def load_reference(self, directory: str | Path) -> None:
         """Keep a checkpoint's weights as the reference policy.
 
@@ -273,13 +281,23 @@ class MegatronEngine(MegatronRank):
     def require_room(self, directory: str | Path) -> None:
         """Require disk space for one checkpoint below `directory`. Raises: StoreFull."""
         models = [self.trained] if self._critic is None else [self.trained, self._critic.trained]
-        checkpoint.require_disk_space(
+        disk_space.require_disk_space(
             models, Path(directory), partial(combined_disk_space, self._exchange)
         )
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face directory (from rank 0)."""
         save_hf(self.trained, self._model_dir, directory)
+
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face directory, unless rank 0 has it already."""
+        existing = [directory.exists()]
+        torch.distributed.broadcast_object_list(existing, src=0)
+        if not existing[0]:
+            unfinished = directory.with_name(f"{directory.name}.unfinished")
+            self.save_hf(unfinished)
+            if torch.distributed.get_rank() == 0:
+                unfinished.rename(directory)
 
     def keep_reference(self) -> None:
         """Copy the current weights to CPU memory as the reference policy.

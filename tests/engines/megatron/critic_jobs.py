@@ -12,7 +12,7 @@ import numpy as np
 from rlpipe.batch.packing import plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
-from rlpipe.engines.megatron.checkpoint import checkpoint
+from rlpipe.engines.megatron.checkpoint import disk_space
 from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
@@ -141,7 +141,7 @@ def one_rank_each(
 def without_room_for_both(ours: Engine, directory: str) -> str:
     """Return the error of a save if the disk has space for only one of the two checkpoints."""
     model = ours.trained if isinstance(ours, MegatronEngine) else ours.critic.trained
-    needed = checkpoint._disk_space([model], Path(directory) / "iter_0000001").needed_bytes
+    needed = disk_space._disk_space([model], Path(directory) / "iter_0000001").needed_bytes
     original = shutil.disk_usage
     free: Any = lambda _: SimpleNamespace(free=needed * 3 // 2)  # noqa: E731
     shutil.disk_usage = free

@@ -19,7 +19,6 @@ from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.system.ports import free_port
 from tests.garbage import exempt_imports
 
-
 PRELOADED = ["rlpipe.engines.megatron.engine"]
 """Imported once, in the process that all ranks are forked from: it takes seven CPU seconds."""
 
@@ -236,14 +235,14 @@ def room_and_size(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from rlpipe.engines.megatron.checkpoint import checkpoint
+    from rlpipe.engines.megatron.checkpoint import disk_space
 
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port, dtype=dtype)
     ours.load_hf()
-    room = checkpoint._disk_space([ours.trained], Path(directory) / "iter_0000001")
+    room = disk_space._disk_space([ours.trained], Path(directory) / "iter_0000001")
     folder = ours.save_checkpoint(directory, 1)
     ours.close()
-    needed = (room.needed_bytes - checkpoint.SPARE_BYTES) / checkpoint.SPARE
+    needed = (room.needed_bytes - disk_space.SPARE_BYTES) / disk_space.SPARE
     found = FileSystemReader(folder).read_metadata().state_dict_metadata.values()
     tensors = [one for one in found if isinstance(one, TensorStorageMetadata)]
     return round(needed), sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)

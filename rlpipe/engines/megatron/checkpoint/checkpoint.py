@@ -1,6 +1,6 @@
 """torch_dist checkpoints in Megatron's format, which any parallel layout can load.
 
-`save` writes, `load` and `load_critic` restore, `require_disk_space` checks the local disk.
+`save` writes, `load` and `load_critic` restore, `load_adam_state` continues another run's Adam.
 
     <directory>/iter_0000012/…                      weights, optimizer, schedule and random state,
     the
@@ -28,10 +28,18 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlpipe.engines.megatron import reproducibility
-from rlpipe.errors import StoreFull, TrainerError
+from rlpipe.errors import TrainerError
+from rlpipe.system.megatron_weights import RELEASE
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -41,11 +49,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.transformer.module import param_is_not_shared
 
-from rlpipe.engines.megatron.checkpoint.conversion.checkpoint_paths import RELEASE
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import CARRIED, pack
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import arguments
+from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_disk_space
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.engines.megatron.model.build import TrainedModel
 
@@ -53,23 +60,6 @@ LATEST = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"
 """The critic's key in the state, the prefix of its tensors, and a flag in the content metadata.
 Also the folder of a critic that has its own ranks."""
-# Required disk space: SPARE × the size of the state + SPARE_BYTES.
-SPARE = 1.1
-SPARE_BYTES = 16 * 1024**2
-
-
-@dataclass(slots=True, frozen=True)
-class DiskSpace:
-    """Local disk space that a checkpoint needs, and free space."""
-
-    needed_bytes: int
-    free_bytes: int
-
-    def combined_with(self, other: DiskSpace) -> DiskSpace:
-        """Combine two checkpoints that are written at once, as if both went to the fuller disk."""
-        return DiskSpace(
-            self.needed_bytes + other.needed_bytes, min(self.free_bytes, other.free_bytes)
-        )
 
 
 def save(
@@ -124,67 +114,6 @@ def save(
     return folder
 
 
-def require_disk_space(
-    models: list[TrainedModel],
-    folder: Path,
-    combine: Callable[[DiskSpace], DiskSpace] = lambda space: space,
-) -> None:
-    """Require local disk space for a checkpoint of these models. Collective.
-
-    `combine`: as in `save`. Raises: StoreFull, on every rank.
-    """
-    # A disk that fills up during the write is a torch error without this cause, on one rank, while
-    # the other ranks wait.
-    space = combine(_disk_space(models, folder))
-    if space.free_bytes < space.needed_bytes:
-        raise StoreFull(
-            "no room for a checkpoint on the local disk",
-            where=str(folder),
-            found=f"{space.free_bytes / 1024**2:,.0f} MiB free",
-            expected=f"{space.needed_bytes / 1024**2:,.0f} MiB",
-            do="free disk space and run the same command again, or keep fewer checkpoints with "
-            "checkpoint.keep_local",
-        )
-
-
-def _disk_space(models: list[TrainedModel], folder: Path) -> DiskSpace:
-    """Return the need of all ranks and the smallest free space of their disks. Collective."""
-    existing = next(parent for parent in folder.parents if parent.exists())
-    own = (sum(map(_share_bytes, models)), shutil.disk_usage(existing).free)
-    by_rank: list[tuple[float, int]] = [own] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(by_rank, own)
-    shares, free = zip(*by_rank, strict=True)
-    return DiskSpace(int(SPARE * sum(shares)) + SPARE_BYTES, min(free))
-
-
-def _share_bytes(trained: TrainedModel) -> float:
-    """Return this rank's share of the saved bytes: 1/n of a tensor that n ranks hold."""
-    replicas = {
-        False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        True: parallel_state.get_expert_data_parallel_world_size(),
-    }  # keyed by: is it an expert's parameter?
-    sharded = trained.ddp.ddp_config.use_distributed_optimizer
-    model = set(trained.model.parameters())
-    share = sum(
-        parameter.nbytes / replicas[not getattr(parameter, "allreduce", True)]
-        for parameter in model
-        if param_is_not_shared(parameter)
-    )
-    for part in inner_optimizers(trained.optimizer):
-        for group in part.optimizer.param_groups:
-            for parameter in filter(param_is_not_shared, group["params"]):
-                moments = sum(
-                    value.nbytes
-                    for value in part.optimizer.state[parameter].values()
-                    if torch.is_tensor(value)
-                )
-                main = 0 if parameter in model else parameter.nbytes
-                share += (main + moments) / (
-                    1 if sharded else replicas[group["is_expert_parallel"]]
-                )
-    return share
-
-
 @dataclass(slots=True, frozen=True)
 class Loaded:
     """Result of loading a checkpoint."""
@@ -216,6 +145,31 @@ def load(
             do="load its weights only",
         )
     return _load(trained, folder, weights_only=weights_only, critic=critic)
+
+
+def load_adam_state(trained: TrainedModel, folder: str | Path) -> None:
+    """Restore Adam and the schedule from a converted optimizer state (`convert.to_adam_state`).
+
+    Collective. The weights must be loaded already. Raises: TrainerError.
+    """
+    metadata = _metadata(trained)
+    request = _model_state(trained, metadata, loading=True, weights_only=False)["optimizer"]
+    for shard in nested_values(request):
+        if isinstance(shard, ShardedTensor | ShardedTensorFactory):
+            # The name of a float32 parameter in Megatron's distributed optimizer.
+            shard.key = shard.key.replace(
+                "optimizer.state.param.", "optimizer.state.fp32_param.", 1
+            )
+    state = _read({"optimizer": request}, Path(folder))
+    optimizer = _with_plain_values(state["optimizer"], request)
+    step = int(state["adam_step"])
+    for adam in _adam_states(optimizer):
+        adam["state"]["common_step"] = torch.tensor(float(step))
+    for group in _parameter_groups(optimizer):
+        group["step"] = step
+    _restore_optimizer(trained, optimizer)
+    trained.scheduler.num_steps = 0
+    trained.scheduler.step(increment=int(state["schedule_steps"]))
 
 
 def load_critic(
@@ -442,6 +396,33 @@ def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:
                 # Megatron may load one step tensor for all parameters, and then every parameter
                 # would increment it.
                 values["step"] = values["step"].detach().to(parameter.device, copy=True)
+
+
+def _with_plain_values(loaded: Any, request: Any) -> Any:
+    """Return the request with loaded tensors: a file of tensors alone has no other values."""
+    if isinstance(request, dict):
+        return {
+            name: _with_plain_values(_entry(loaded, name), value) for name, value in request.items()
+        }
+    if isinstance(request, list):
+        return [_with_plain_values(_entry(loaded, i), value) for i, value in enumerate(request)]
+    is_loaded = isinstance(request, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+    return loaded if is_loaded else request
+
+
+def _entry(container: Any, key: Any) -> Any:
+    """Return an entry of a dict or list, in which Megatron leaves out empty parts."""
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if isinstance(container, list) and key < len(container) else None
+
+
+def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parameter groups of Megatron's optimizers, which may be chained."""
+    yield from state.get("param_groups", [])
+    for part in state.values():
+        if isinstance(part, dict):
+            yield from _parameter_groups(part)
 
 
 def _group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

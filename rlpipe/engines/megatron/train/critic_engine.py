@@ -23,7 +23,7 @@ from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.engines.megatron.arguments import set_global_arguments
-from rlpipe.engines.megatron.checkpoint import checkpoint
+from rlpipe.engines.megatron.checkpoint import checkpoint, disk_space
 from rlpipe.engines.megatron.checkpoint.state import state_digest
 from rlpipe.engines.megatron.critic_exchange import CriticExchange, ExchangeAddress
 from rlpipe.engines.megatron.engine import TrainResult, combined_disk_space, combined_result
@@ -116,7 +116,7 @@ class CriticEngine(MegatronRank):
     def require_room(self, directory: str | Path) -> None:
         """Require disk space for one checkpoint, together with the policy. Raises: StoreFull."""
         critic, exchange = self._open()
-        checkpoint.require_disk_space(
+        disk_space.require_disk_space(
             [critic.trained], Path(directory), partial(combined_disk_space, exchange)
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
-from rlpipe.engines.megatron.checkpoint import checkpoint
+from rlpipe.engines.megatron.checkpoint import checkpoint, disk_space
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.errors import StoreFull, TrainerError
 from rlpipe.system.ports import free_port
@@ -149,7 +149,7 @@ def test_without_disk_space_nothing_is_written_and_the_error_names_the_need(
 def test_disk_space_is_required_for_all_concurrent_checkpoints(models, tmp_path, monkeypatch):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     ours.load_hf()
-    needed = checkpoint._disk_space([ours.trained], tmp_path / "iter_0000001").needed_bytes
+    needed = disk_space._disk_space([ours.trained], tmp_path / "iter_0000001").needed_bytes
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=needed * 3 // 2))
     with pytest.raises(StoreFull, match="no room"):
         checkpoint.save(

@@ -25,6 +25,7 @@ from rlpipe.engines.megatron.checkpoint.conversion.convert import (
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights, different
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
 from rlpipe.errors import ConfigError, DataError, StoreFull
+from rlpipe.system.megatron_weights import TRACKER
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.conversion_jobs import in_old_format, save_and_tell
 from tests.engines.megatron.ranks import engine, make_batch, weights_of_checkpoint
@@ -127,7 +128,7 @@ def test_the_older_format_is_read_in_every_layout(model, tmp_path, sizes):
     directory = model("qwen3_moe")
     to_torch_dist(directory, tmp_path / "dist")
     in_old_format(directory, tmp_path / "old" / "iter_0000007", *sizes, padded_rows=32)
-    (tmp_path / "old" / checkpoint_paths.TRACKER).write_text("7")
+    (tmp_path / "old" / TRACKER).write_text("7")
     report = to_hf(tmp_path / "old", tmp_path / "back", origin=directory)
     assert report.dtype == "float32"
     assert list(different(directory, tmp_path / "back")) == []
@@ -293,7 +294,7 @@ def test_a_missing_checkpoint_and_a_full_disk_are_named_errors(tmp_path, monkeyp
     with pytest.raises(ConfigError, match="not a Hugging Face directory"):
         to_torch_dist(tmp_path, tmp_path / "out")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / checkpoint_paths.TRACKER).write_text("12")
+    (tmp_path / "run" / TRACKER).write_text("12")
     with pytest.raises(ConfigError, match="of a training"):
         checkpoint_paths.refuse_training_checkpoints(tmp_path / "run", force=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=10))

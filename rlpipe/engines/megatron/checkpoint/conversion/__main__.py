@@ -2,9 +2,10 @@
 
     python -m rlpipe.engines.megatron.checkpoint.conversion [--rlpipe-parent PID] JOB
 
-JOB is JSON: `to` ("torch_dist" or "huggingface") and the arguments of `convert.to_torch_dist` or
-`convert.to_hf`. The process writes lines of JSON to standard output: `{"done": …, "total": …,
-"what": …}` as progress, and at the end `{"report": …}` or `{"error": …}`.
+JOB is JSON: `to` ("torch_dist", "huggingface" or "adam_state") and the arguments of
+`convert.to_torch_dist`, `convert.to_hf` or `convert.to_adam_state`. The process writes lines of
+JSON to standard output: `{"done": …, "total": …, "what": …}` as progress, and at the end
+`{"report": …}` or `{"error": …}`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,18 @@ def main() -> int:
     parent, words = orphan.take_parent(sys.argv[1:])
     if parent is not None:
         orphan.end_with(parent)
-    from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf, to_torch_dist
+    from rlpipe.engines.megatron.checkpoint.conversion.convert import (
+        to_adam_state,
+        to_hf,
+        to_torch_dist,
+    )
 
     job: dict[str, Any] = json.loads(words[0])
-    convert = {"torch_dist": to_torch_dist, "huggingface": to_hf}[job.pop("to")]
+    convert = {
+        "torch_dist": to_torch_dist,
+        "huggingface": to_hf,
+        "adam_state": to_adam_state,
+    }[job.pop("to")]
     job = {name: Path(value) if name in PATHS and value else value for name, value in job.items()}
     try:
         report = convert(

@@ -1,6 +1,6 @@
-"""Folders of a conversion: find the source checkpoint and publish the finished result.
+"""Folders of a conversion: publish the finished result.
 
-`find_checkpoint` resolves a path. `staging_folder` is a folder that gets its final name when it is
+`staging_folder` is a folder that gets its final name when it is
 complete; an interrupted conversion continues in it.
 """
 
@@ -12,61 +12,14 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlpipe.errors import ConfigError, ResourceError, StoreFull
+from rlpipe.system.megatron_weights import RELEASE, TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""Megatron-LM's folder name and tracker content for weights without an iteration."""
 RECORD = ".conversion.json"
 """File in a converted folder: source and settings of the conversion."""
-
-
-@dataclass(frozen=True)
-class CheckpointFolder:
-    """The folder of one checkpoint."""
-
-    folder: Path
-    legacy: bool
-    """True for the older format with a file for each rank."""
-
-
-def find_checkpoint(path: Path, step: int | None = None) -> CheckpointFolder:
-    """Return the checkpoint at `path`.
-
-    `path`: a folder like iter_0000100, or its parent. `step`: iteration to take from the parent;
-    None: the latest. Raises: ConfigError if there is no checkpoint.
-    """
-    for folder in (path, *_iteration_folders(path, step)):
-        if (folder / ".metadata").is_file():
-            return CheckpointFolder(folder, legacy=False)
-        if any(folder.glob("mp_rank_*")):
-            return CheckpointFolder(folder, legacy=True)
-    if not path.exists():
-        found = "no such directory"
-    elif step is None:
-        found = f"no {TRACKER}, no .metadata, no mp_rank_…"
-    else:
-        found = f"no iteration {step}"
-    raise ConfigError(
-        "no checkpoint in this directory",
-        where=str(path),
-        found=found,
-        expected="a folder like iter_0000100, or its parent",
-    )
-
-
-def _iteration_folders(path: Path, step: int | None) -> list[Path]:
-    if step is not None:
-        return [path / f"iter_{step:07d}"]
-    tracker = path / TRACKER
-    latest = tracker.read_text().strip() if tracker.is_file() else ""
-    if latest.isdigit():
-        return [path / f"iter_{int(latest):07d}"]
-    return [path / RELEASE] if latest == RELEASE else []
 
 
 def is_hf_directory(path: Path) -> bool:

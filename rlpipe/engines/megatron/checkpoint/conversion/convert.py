@@ -1,4 +1,4 @@
-"""The two conversions: `to_torch_dist` and `to_hf`.
+"""The conversions: `to_torch_dist`, `to_hf` and, of an optimizer state, `to_adam_state`.
 
 Each holds the tensors of one file in memory, reports progress, and continues an interrupted
 conversion. A checkpoint carries the small files of its model's directory (tokenizer, generation
@@ -22,6 +22,7 @@ import torch
 
 import rlpipe.engines.megatron.platform  # noqa: F401
 from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
+from rlpipe.engines.megatron.checkpoint.conversion.adam_state import AdamState
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
 from rlpipe.engines.megatron.checkpoint.conversion.legacy import LegacyCheckpoint
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
@@ -33,6 +34,7 @@ from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint, Unit, Writer, units
 from rlpipe.engines.megatron.checkpoint.export import COPIES, LAYER
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.system.megatron_weights import RELEASE, find_checkpoint
 
 ALREADY_CONVERTED = "the target already has this conversion"
 SHARD_BYTES = 5 * 1024**3
@@ -76,7 +78,7 @@ def to_torch_dist(
     """
     if not checkpoint_paths.is_hf_directory(hf_dir):
         raise ConfigError("not a Hugging Face directory", where=str(hf_dir), found="no config.json")
-    target = save / checkpoint_paths.RELEASE
+    target = save / RELEASE
     start = time.monotonic()
     target_dtype = _dtype(dtype or _config_dtype(hf_dir))
     weights = HfWeights(hf_dir, target_dtype)
@@ -149,7 +151,7 @@ def to_hf(
     checkpoint; None: its files. Tensors that Megatron's model does not have come from the
     checkpoint, else from `origin`. Raises: as `to_torch_dist`.
     """
-    source = checkpoint_paths.find_checkpoint(checkpoint, step)
+    source = find_checkpoint(checkpoint, step)
     start = time.monotonic()
     stored = LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
     target_dtype = _dtype(dtype) if dtype else stored.dtype
@@ -186,6 +188,49 @@ def to_hf(
             hf_files.carry(model_dir, folder, target_dtype)
             _write_record(folder, identity, source.folder, report)
     progress(report.total_bytes, report.total_bytes, "done")
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def to_adam_state(
+    checkpoint: Path,
+    output: Path,
+    *,
+    origin: Path,
+    step: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = no_progress,
+) -> Report:
+    """Convert the optimizer state of a Megatron checkpoint, for `checkpoint.load_adam_state`.
+
+    The result has Adam's tensors by parameter, for any parallel layout, and the numbers of steps.
+    Arguments as `to_hf`. Raises: as `to_torch_dist`.
+    """
+    start = time.monotonic()
+    source = find_checkpoint(checkpoint, step)
+    if source.legacy:
+        raise ConfigError(
+            "optimizer state of this format is not read",
+            where=str(source.folder),
+            found="ckpt_format torch",
+            expected="torch_dist",
+            do="take its weights only: model.source.megatron_optimizer=false (--no-load-optim)",
+        )
+    stored = Checkpoint(source.folder)
+    with single_process_groups():
+        meta_model = MetaModel(origin, stored.dtype, metadata=stored.layout)
+        adam = AdamState(stored, meta_model)
+        files = _split(list(adam.units()), shard_bytes, lambda unit: unit.size_bytes)
+        report = _report(output, files, lambda unit: unit.size_bytes, torch.float32)
+        identity = checkpoint_paths.conversion_identity([], source=source.folder, to="adam_state")
+        with checkpoint_paths.staging_folder(
+            output, identity, needed_bytes=report.total_bytes, force=False
+        ) as folder:
+            writer = Writer(folder, meta_model, files, adam.tensor)
+            for number in range(len(files)):
+                progress(number, len(files), f"{number + 1} of {len(files)}")
+                report.reused_files += not writer.write(number)
+            writer.finish({"adam_step": adam.step, "schedule_steps": adam.schedule_steps})
     report.seconds = time.monotonic() - start
     return report
 

@@ -11,7 +11,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,30 +93,12 @@ class LegacyCheckpoint:
     def _read_full(self, meta_model: MetaModel, name: str) -> torch.Tensor:
         mbridge_name = meta_model.mbridge_names[name]
         expected = meta_model.tensors[name]
-        parameter: Any = meta_model.parameter(name)
         pieces = self._tensors.get(name) or self._tensors.get(mbridge_name)
         if pieces is None:
             raise DataError(
                 "a weight is missing", where=str(self.folder), expected=f"{name} or {mbridge_name}"
             )
-        parts = pieces.in_order
-        if len(parts) > 1 and getattr(parameter, "tensor_model_parallel", False):
-            bridge = meta_model.bridge
-            original = bridge.mpu
-            # mbridge merges by the sizes of the process groups. Show it those of the checkpoint.
-            bridge.mpu = replace(original, tp_size=len(parts), etp_size=len(parts))
-            try:
-                full = bridge._weight_merge_across_tp(mbridge_name, parts, parameter)
-            finally:
-                bridge.mpu = original
-        else:
-            full = parts[0]
-        if full.shape != expected.shape and mbridge_name in (
-            "embedding.word_embeddings.weight",
-            "output_layer.weight",
-        ):
-            # The checkpoint may have another padding of the vocabulary.
-            full = full[: expected.shape[0]]
+        full = meta_model.merged(name, pieces.in_order)
         if full.shape != expected.shape:
             raise DataError(
                 "a weight does not have the model's shape",

@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ARGUMENT_NAMES = {
@@ -137,13 +138,37 @@ class MetaModel:
             )
         return merged.to(expected.dtype)
 
-    def sharded(self, name: str, tensor: torch.Tensor) -> Any:
-        """Return the tensor as Megatron's ShardedTensor or ShardedTensorFactory."""
+    def merged(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Merge the parts of a tensor on the tensor parallel ranks, without padded vocabulary."""
+        mbridge_name = self.mbridge_names[name]
+        parameter: Any = self.parameter(name)
+        if len(parts) > 1 and getattr(parameter, "tensor_model_parallel", False):
+            original = self.bridge.mpu
+            # mbridge merges by the sizes of the process groups. Show it those of the checkpoint.
+            self.bridge.mpu = dataclasses.replace(original, tp_size=len(parts), etp_size=len(parts))
+            try:
+                full = self.bridge._weight_merge_across_tp(mbridge_name, parts, parameter)
+            finally:
+                self.bridge.mpu = original
+        else:
+            full = parts[0]
+        if mbridge_name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            full = full[: self.tensors[name].shape[0]]
+        return full
+
+    def sharded(self, name: str, tensor: torch.Tensor, adam: str = "") -> Any:
+        """Return the tensor as Megatron's ShardedTensor or ShardedTensorFactory.
+
+        `adam`: the tensor is this one of the optimizer, of the parameter `name`.
+        """
+        if adam:
+            own = self.sharded(name, torch.empty_like(self.tensors[name]))
+            return make_sharded_optimizer_tensor(own, tensor, f"optimizer.state.{adam}")
         return dataclasses.replace(self._shards[name], data=tensor)
 
-    def shards(self, name: str, tensor: torch.Tensor) -> list[ShardedTensor]:
-        """Return the pieces of a tensor in a checkpoint."""
-        sharded = self.sharded(name, tensor)
+    def shards(self, name: str, tensor: torch.Tensor, adam: str = "") -> list[ShardedTensor]:
+        """Return the pieces of a tensor in a checkpoint. `adam`: as in `sharded`."""
+        sharded = self.sharded(name, tensor, adam)
         if isinstance(sharded, ShardedTensorFactory):
             return [*nested_values(sharded.build())]
         return [sharded]

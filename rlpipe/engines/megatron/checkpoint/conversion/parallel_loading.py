@@ -21,16 +21,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlpipe.engines.megatron.bridges.bridge import mbridge_view
-from rlpipe.engines.megatron.checkpoint.conversion.checkpoint_paths import find_checkpoint
 from rlpipe.engines.megatron.checkpoint.conversion.legacy import rank_state
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
 from rlpipe.engines.megatron.model.build import ScoringModel
 from rlpipe.errors import DataError
+from rlpipe.system.megatron_weights import find_checkpoint
 
 
 @torch.no_grad()
 def load_checkpoint_weights(scorer: ScoringModel, path: Path, step: int | None = None) -> None:
-    """Load the weights. Collective. `path`, `step`: as `checkpoint_paths.find_checkpoint`.
+    """Load the weights. Collective. `path`, `step`: as `find_checkpoint`.
 
     Raises: ConfigError if there is no checkpoint; DataError if it is of another model (older
     format: or of another layout).

@@ -31,7 +31,11 @@ from megatron.core.dist_checkpointing.core import (
     save_config,
 )
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -68,6 +72,8 @@ class Unit:
     shards: list[ShardedTensor]
     """On the meta device."""
     is_extra: bool = False
+    adam: str = ""
+    """Tensor of the optimizer that belongs to the model's tensor `name`; "": the tensor itself."""
 
     @property
     def size_bytes(self) -> int:
@@ -170,7 +176,7 @@ class Writer:
             shards = (
                 [_extra_shard(unit.name, tensor)]
                 if unit.is_extra
-                else self._meta_model.shards(unit.name, tensor)
+                else self._meta_model.shards(unit.name, tensor, unit.adam)
             )
             self._current = unit, shards
         shard = self._current[1][number]
@@ -258,14 +264,51 @@ class Checkpoint:
             if name.startswith(EXTRA_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
 
-    def read(self, meta_model: MetaModel, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    @property
+    def tensor_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Key of every stored tensor → its size."""
+        return {
+            key: tuple(entry.size)
+            for key, entry in self._stored.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read_objects(self, name: str) -> list[Any]:
+        """Return the stored objects of this name, of all model parallel ranks.
+
+        Needs open groups (`single_process_groups`).
+        """
+        pattern = re.compile(rf"{name}/shard_0_1")
+        keys = [key for key in self._stored.state_dict_metadata if pattern.fullmatch(key)]
+        request: Any = {
+            key: ShardedObject(key.removesuffix("/shard_0_1"), None, (1,), (0,)) for key in keys
+        }
+        loaded: Any = dist_checkpointing.load(
+            request, str(self.folder), strict="assume_ok_unexpected"
+        )
+        return [loaded[key] for key in keys]
+
+    def read_range(self, key: str, start: int, length: int) -> torch.Tensor:
+        """Return a part of a stored tensor of one dimension."""
+        entry: Any = self._stored.state_dict_metadata[key]
+        part = torch.empty(length, dtype=entry.properties.dtype)
+        self._read_chunks([(key, ChunkStorageMetadata(torch.Size([start]), part.shape), part)])
+        return part
+
+    def read(
+        self, meta_model: MetaModel, names: Sequence[str], adam: str = ""
+    ) -> dict[str, torch.Tensor]:
         """Return these full tensors in the model's dtype.
 
-        Raises: DataError if a tensor is missing or has the wrong shape.
+        `adam`: read this float32 tensor of the optimizer instead of each parameter. Raises:
+        DataError if a tensor is missing or has the wrong shape.
         """
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty(tensor.shape, dtype=torch.float32 if adam else tensor.dtype)
+
         sharded = {
-            name: meta_model.sharded(name, torch.empty_like(meta_model.tensors[name], device="cpu"))
-            for name in names
+            name: meta_model.sharded(name, empty(meta_model.tensors[name]), adam) for name in names
         }
         built = {
             name: tensor.build() if isinstance(tensor, ShardedTensorFactory) else tensor
@@ -285,11 +328,12 @@ class Checkpoint:
 
     def _fill(self, shards: list[ShardedTensor]) -> None:
         """Read the stored pieces into the shards' tensors."""
-        targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        items: list[ReadItem] = []
+        chunks = []
         for shard in shards:
             entry = self._stored.state_dict_metadata.get(shard.key)
             chunk = _chunk(shard)
+            if isinstance(entry, TensorStorageMetadata) and self._fill_flat(shard, entry):
+                continue
             if not isinstance(entry, TensorStorageMetadata) or not _has_shape(shard, entry):
                 raise DataError(
                     "the checkpoint does not hold this model's weights",
@@ -301,12 +345,59 @@ class Checkpoint:
                     do="give the directory of the checkpoint's model: --origin-hf-dir",
                 )
             assert shard.data is not None
-            targets[shard.key, tuple(shard.global_offset)] = shard.data.view(chunk.sizes)
-            pieces = create_read_items_for_chunk_list(shard.key, entry, [chunk])
+            chunks.append((shard.key, chunk, shard.data.view(chunk.sizes)))
+        self._read_chunks(chunks)
+
+    def _fill_flat(self, shard: ShardedTensor, entry: TensorStorageMetadata) -> bool:
+        """Read a tensor that Megatron-core before 0.15 stored flat; False if it is not flat.
+
+        The optimizer state of a tensor of shape [X, Y] in x by y equal parts is then stored as
+        [x, y, XY / xy].
+        """
+        weight = self._stored.state_dict_metadata.get(
+            shard.key.removeprefix("optimizer.state.").partition(".")[2]
+        )
+        size = tuple(entry.size)
+        if not isinstance(weight, TensorStorageMetadata) or len(size) != len(weight.size) + 1:
+            return False
+        parts = size[:-1]
+        local = [total // count for total, count in zip(weight.size, parts, strict=True)]
+        if math.prod(local) != size[-1]:
+            return False
+        assert shard.data is not None
+        chunk = _chunk(shard)
+        # The first and last part of each dimension that the shard needs.
+        first = [start // step for start, step in zip(chunk.offsets, local, strict=True)]
+        bounds = zip(chunk.offsets, chunk.sizes, local, strict=True)
+        last = [-(-(start + length) // step) for start, length, step in bounds]
+        counts = [end - begin for begin, end in zip(first, last, strict=True)]
+        flat = torch.empty(*counts, size[-1], dtype=entry.properties.dtype)
+        self._read_chunks(
+            [(shard.key, ChunkStorageMetadata(torch.Size([*first, 0]), flat.shape), flat)]
+        )
+        rank = len(local)
+        interleaved = [axis + half for axis in range(rank) for half in (0, rank)]
+        joined = flat.view(*counts, *local).permute(interleaved)
+        joined = joined.reshape([n * step for n, step in zip(counts, local, strict=True)])
+        inside = [
+            slice(start - begin * step, start - begin * step + length)
+            for start, begin, step, length in zip(
+                chunk.offsets, first, local, chunk.sizes, strict=True
+            )
+        ]
+        shard.data.view(chunk.sizes).copy_(joined[tuple(inside)])
+        return True
+
+    def _read_chunks(self, chunks: list[tuple[str, ChunkStorageMetadata, torch.Tensor]]) -> None:
+        """Read parts of stored tensors into tensors of the same shapes."""
+        targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        items: list[ReadItem] = []
+        for key, chunk, target in chunks:
+            entry: Any = self._stored.state_dict_metadata[key]
+            targets[key, tuple(chunk.offsets)] = target
+            pieces = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(math.prod(item.lengths) for item in pieces) != math.prod(chunk.sizes):
-                raise DataError(
-                    "pieces of a weight are missing", where=f"{self.folder}: {shard.key}"
-                )
+                raise DataError("pieces of a weight are missing", where=f"{self.folder}: {key}")
             items += pieces
         try:
             self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
