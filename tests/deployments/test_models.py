@@ -15,6 +15,7 @@ from rlpipe.engines.megatron.bridges.bridge import BRIDGES, LOCAL, with_own_tabl
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
 from rlpipe.engines.megatron.bridges.supported import check_config
 from rlpipe.engines.megatron.model.build import split_arguments
+from rlpipe.engines.megatron.model.sparse import check_stages
 from rlpipe.errors import ConfigError
 
 # isort: split
@@ -98,6 +99,11 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
         },
     ),
     "glm4.7-30b-a3b": (30, 141, {"model_type": "glm4_moe_lite"}),
+    "glm5-744b-a40b": (
+        744,
+        141,
+        {"model_type": "glm_moe_dsa", "index_topk_freq": 4, "index_skip_topk_offset": 3},
+    ),
     "kimi-k2": (
         1026,
         141,
@@ -228,8 +234,8 @@ SLIME_SCRIPTS = {
     "glm4.5-106B-A12B": "glm4.5-106b-a12b",
     "glm4.5-355B-A32B": "glm4.5-355b-a32b",
     "glm4.7-30B-A3B": "glm4.7-30b-a3b",
-    "glm5-744B-A40B": None,
-    "glm5.2-744B-A40B": None,
+    "glm5-744B-A40B": "glm5-744b-a40b",
+    "glm5.2-744B-A40B": "glm5-744b-a40b",
     "kimi-k2-thinking": "kimi-k2",
     "kimi-k2": "kimi-k2",
     "llama3.1-8B-Instruct": "llama3.1-8b",
@@ -285,7 +291,7 @@ def test_every_preset_is_tested_here():
 def test_every_model_script_of_slime_has_a_preset_or_is_refused():
     assert len(SLIME_SCRIPTS) == 39
     assert {preset for preset in SLIME_SCRIPTS.values() if preset} <= set(presets())
-    for kind in ("glm_moe_dsa", "qwen3_5", "qwen3_5_moe"):
+    for kind in ("qwen3_5", "qwen3_5_moe"):
         with pytest.raises(ConfigError, match=kind):
             check_config({"model_type": kind}, "config.json")
 
@@ -325,6 +331,8 @@ def test_a_preset_fits_the_real_model(recipe, preset):
         get_num_layers_to_build(bridge.config, pp_rank=stage) for stage in range(sizes.pp_size)
     ]
     assert sum(stages) == config.num_hidden_layers and min(stages) > 0
+    if config.model_type == "glm_moe_dsa":
+        check_stages(bridge.config)
     assert config.vocab_size % sizes.tp_size == 0
     dense, experts = _parameters(config)
     assert (dense + experts) / 1e9 == pytest.approx(billions, rel=0.03)

@@ -153,6 +153,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
     },
     "glm4.7_flash": {"model_type": "glm4_moe_lite", **_LATENT, "rms_norm_eps": 1e-6},
+    "glm5": {
+        "model_type": "glm_moe_dsa",
+        **_LATENT,
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "index_head_dim": 16,
+        # With few heads, many scores are exactly 0, and the choice among them is arbitrary.
+        "index_n_heads": 16,
+        # Most samples of the tests have more tokens.
+        "index_topk": 5,
+        "rms_norm_eps": 1e-6,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         **_LATENT,

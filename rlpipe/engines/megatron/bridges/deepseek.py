@@ -1,4 +1,4 @@
-"""DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2, and GLM-4.7-Flash with the same layers.
+"""DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2; GLM-4.7-Flash and GLM-5 with its layers.
 
 mbridge's bridge supports only the one size of V3, in bf16, with transformers 4. It leaves out
 groups of experts, and with transformers 5 also the YaRN rotation. Layers for multi-token prediction
@@ -8,7 +8,7 @@ SGLang. transformers always uses 1e-6, but the configs of Moonlight and GLM-4.7-
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +22,15 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from rlpipe.engines.megatron.bridges.experts import expert_groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
+from rlpipe.engines.megatron.model.attention import CoreAttention
 from rlpipe.engines.megatron.model.layers import distinct_layers, require_own
+from rlpipe.engines.megatron.model.sparse import (
+    Indexer,
+    SparseCoreAttention,
+    check_stages,
+    gathered_sequence,
+)
+from rlpipe.errors import ConfigError
 
 
 class DownProjection(torch.nn.Module):
@@ -118,3 +126,80 @@ class Glm4MoeLite(DeepseekV3):
         hf_config: Any = self.hf_config
         hf_config.first_k_dense_replace = hf_config.mlp_layer_types.index("sparse")
         return super()._build_config()
+
+
+class SparseLatentAttention(LatentAttention):
+    """Latent attention to the keys that an indexer selects, of this layer or an earlier one."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **keywords: Any) -> None:
+        super().__init__(config, *args, **keywords)
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                "sparse attention is not split over context parallel ranks",
+                where="train.parallel.context_parallel_size",
+                found=config.context_parallel_size,
+                expected=1,
+            )
+        settings: Any = config
+        full = settings.indexer_types[self.layer_number - 1] == "full"
+        self.indexer = Indexer(config) if full else None
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, **keywords: Any) -> Any:
+        """Select keys, if this layer has an indexer, and attend to them."""
+        layout = keywords["packed_seq_params"]
+        if self.indexer is not None and self.indexer.selects(layout):
+            layout.selections[self.layer_number] = self._selection(hidden_states.detach(), layout)
+        return super().forward(hidden_states, attention_mask, **keywords)
+
+    @torch.no_grad()
+    def _selection(self, hidden_states: torch.Tensor, layout: Any) -> list[torch.Tensor]:
+        assert self.indexer is not None
+        latents = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
+        return self.indexer.masks(
+            gathered_sequence(hidden_states, self.config),
+            gathered_sequence(latents, self.config),
+            layout,
+            layout.angles(self.rotary_pos_emb(int(layout.lengths.max()), packed_seq=True)),
+        )
+
+
+_INDEXER = "model.layers.{layer_number}.self_attn.indexer"
+
+
+@register_model("glm_moe_dsa")
+class Glm5(Glm4MoeLite):
+    """GLM-5, 5.2. The indexers are not trained."""
+
+    _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
+        **Glm4MoeLite._ATTENTION_MAPPING,
+        "self_attention.indexer.wq_b": [f"{_INDEXER}.wq_b.weight"],
+        "self_attention.indexer.wk": [f"{_INDEXER}.wk.weight"],
+        "self_attention.indexer.weights_proj": [f"{_INDEXER}.weights_proj.weight"],
+        # A name is looked up by its first part that is a key.
+        "self_attention.indexer.k_norm_bias": [f"{_INDEXER}.k_norm.bias"],
+        "self_attention.indexer.k_norm": [f"{_INDEXER}.k_norm.weight"],
+    }
+
+    def _build_base_config(self, *args: Any, **fields: Any) -> Any:
+        hf_config: Any = self.hf_config
+        fields |= {
+            "dsa_indexer_n_heads": hf_config.index_n_heads,
+            "dsa_indexer_head_dim": hf_config.index_head_dim,
+            "dsa_indexer_topk": hf_config.index_topk,
+        }
+        config: Any = super()._build_base_config(*args, **fields)
+        # Megatron's configuration class has no such fields.
+        config.indexer_types = hf_config.indexer_types
+        config.indexer_rope_interleave = getattr(hf_config, "indexer_rope_interleave", False)
+        return config
+
+    def adapted(self, block: Any) -> Any:
+        """Replace the attention of `layers.block_spec` by `SparseLatentAttention`."""
+        check_stages(self.config)
+        for layer in distinct_layers(block):
+            attention = layer.submodules.self_attention
+            require_own("self_attention", attention.module, MLASelfAttention)
+            require_own("core_attention", attention.submodules.core_attention, CoreAttention)
+            attention.module = SparseLatentAttention
+            attention.submodules.core_attention = SparseCoreAttention
+        return block

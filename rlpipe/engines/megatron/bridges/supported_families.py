@@ -188,6 +188,22 @@ def _check_dense_layers_first(config: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
+def _check_leading_dense_layers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of GLM-5: as of GLM-4.7-Flash, but the number is the default of the list."""
+    dense = config["first_k_dense_replace"]
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
+    yield from _check_dense_layers_first({**config, "mlp_layer_types": kinds})
+
+
+def _check_indexers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of GLM-5: the first layer selects keys for the layers without an indexer."""
+    kinds = config.get("indexer_types") or ["full"]
+    if kinds[0] != "full" or set(kinds) - {"full", "shared"}:
+        yield "indexer_types", kinds, "indexer_types: 'full', then 'full' or 'shared'"
+
+
 def _check_some_layer_has_experts(config: Mapping[str, Any]) -> Iterator[Problem]:
     if config["first_k_dense_replace"] > config["num_hidden_layers"]:
         found = config["first_k_dense_replace"]
@@ -292,6 +308,28 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
             "num_experts_per_tok": 4,
             "num_hidden_layers": 47,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "topk_group": 1,
+        },
+    ),
+    "glm_moe_dsa": Family(
+        reads=_SIGMOID_EXPERTS
+        | _LATENT
+        | words("""
+            index_head_dim index_n_heads index_share_for_mtp_iteration index_skip_topk_offset
+            index_topk index_topk_freq index_topk_pattern indexer_rope_interleave indexer_types
+            mlp_layer_types num_experts
+        """),
+        only=_LATENT_ONLY,
+        layer_types=("deepseek_sparse_attention",),
+        rules=(*_LATENT_RULES, _check_leading_dense_layers, _check_indexers),
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_group": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 78,
             "qk_nope_head_dim": 192,
             "qk_rope_head_dim": 64,
             "topk_group": 1,

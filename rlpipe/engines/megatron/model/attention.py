@@ -61,6 +61,9 @@ class PackedLayout(PackedSeqParams):
     cp_rank: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[L] int64: each local token's position in its segment."""
+    selections: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Number of a layer with an indexer → masks of the blocks (`sparse`). By layer, because
+    recomputation runs layers again in the backward pass."""
     _angles: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @cached_property
@@ -258,12 +261,23 @@ class CoreAttention(DotProductAttention):
         if self.cp_group.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=self.cp_group)
             value = gather_from_sequence_parallel_region(value, group=self.cp_group)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        masks = self.masks(layout)
+        if masks is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._flash(query, key, value, layout)
-        parts = [self._attend_block(query, key, value, block) for block in layout.blocks]
+        masks = masks or [block.mask for block in layout.blocks]
+        parts = [
+            self._attend_block(query, key, value, block, mask)
+            for block, mask in zip(layout.blocks, masks, strict=True)
+        ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, layout.order)
 
-    def _attend_block(self, query, key, value, block: Block) -> torch.Tensor:
+    def masks(self, layout: PackedLayout) -> list[torch.Tensor] | None:
+        """Return masks of the blocks in place of their own; None: the blocks' own."""
+        return None
+
+    def _attend_block(
+        self, query, key, value, block: Block, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the output of a block: [n × l, heads × value size]."""
         n, queries = block.queries.shape
         keys = block.keys.shape[1]
@@ -282,8 +296,8 @@ class CoreAttention(DotProductAttention):
             q,
             k,
             v,
-            attn_mask=block.mask,
-            is_causal=block.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self._dropout(),
             scale=self.softmax_scale,
             enable_gqa=q.size(1) != k.size(1),

@@ -158,7 +158,9 @@ def test_kimi_is_read_as_deepseek_v3_without_its_own_code(copy):
 def test_an_unsupported_rotation_is_refused(tmp_path, kind):
     directory = make("qwen3", tmp_path)
     edit(directory, rope_parameters={"rope_type": kind, "rope_theta": 1e6, "factor": 4.0})
-    with pytest.raises(ConfigError, match=rf"(?s)rope_type = '{kind}'.*'default' or 'yarn' for qwen3"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)rope_type = '{kind}'.*'default' or 'yarn' for qwen3"
+    ):
         read_config(directory)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.packing import plan
@@ -87,11 +90,35 @@ def test_a_gated_delta_net_keeps_its_state_over_chunks_and_drops_it_between_samp
     assert np.abs(scores - expected).max() < 1e-5
 
 
+def test_an_indexer_with_interleaved_rotation_selects_the_same_keys(tmp_path):
+    directory = Path(make("glm5", tmp_path))
+    expected = reference.score(reference.load(str(directory)), make_batch(), TEMPERATURE)
+    weights = load_file(directory / "model.safetensors")
+    size, rotated = 16, 8
+    order = torch.cat([torch.arange(rotated).view(2, -1).T.flatten(), torch.arange(rotated, size)])
+    for name, weight in weights.items():
+        if ".indexer.k_norm" in name or ".indexer.wk." in name:
+            weights[name] = weight[order].contiguous()
+        elif ".indexer.wq_b." in name:
+            weights[name] = weight.unflatten(0, (-1, size))[:, order].flatten(0, 1).contiguous()
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"indexer_rope_interleave": True}))
+    ours = engine(str(directory), TRAIN, 0, 1, free_port())
+    try:
+        ours.load_hf()
+        scores = ours.score(make_batch())
+    finally:
+        ours.close()
+    assert np.abs(scores - expected).max() < 1e-5
+
+
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {
     "glm4": TENSOR,
     "llama3.2": {"pipeline_model_parallel_size": 2},
     "deepseek_v3": {**TENSOR, "expert_model_parallel_size": 2},
+    "glm5": {**TENSOR, "expert_model_parallel_size": 2},
     "minimax_m2": {**TENSOR, "expert_model_parallel_size": 2},
     "qwen3_next": {**TENSOR, "expert_model_parallel_size": 2},
     "qwen3.5": {"tensor_model_parallel_size": 2},
@@ -116,7 +143,7 @@ def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "glm5", "minimax_m2", "qwen3_next"])
 def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}
@@ -132,6 +159,15 @@ def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two
         "weights"
     ]
     assert all(np.array_equal(alone[name], weight) for name, weight in together.items())
+
+
+@pytest.mark.integration
+def test_a_pipeline_stage_needs_the_selection_of_its_own_layers(two_ranks, tmp_path, monkeypatch):
+    kinds = ["full", "full", "shared", "full"]
+    monkeypatch.setitem(FAMILIES, "changed", FAMILIES["glm5"] | {"indexer_types": kinds})
+    layout = {"pipeline_model_parallel_size": 2}
+    for why in two_ranks.run(refusal, make("changed", tmp_path), {"parallel": layout}):
+        assert "layer 3 begins a stage and uses layer 2" in why
 
 
 @pytest.mark.integration

@@ -233,6 +233,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "v_head_dim": 256,
     },
+    "GLM-5": {
+        **{
+            name: value
+            for name, value in _DEEPSEEK.items()
+            if name not in ("auto_map", "aux_loss_alpha", "seq_aux")
+        },
+        "model_type": "glm_moe_dsa",
+        "first_k_dense_replace": 3,
+        "head_dim": 64,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "indexer_rope_interleave": True,
+        "n_group": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 78,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 2048,
+        "qk_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+        "v_head_dim": 256,
+    },
     "DeepSeek-V3": {
         **_DEEPSEEK,
         "model_type": "deepseek_v3",
@@ -465,6 +492,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GLM-4.7-Flash", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
     ("GLM-4.7-Flash", {"mlp_layer_types": ["dense", "dense"]}, "mlp_layer_types"),
     ("GLM-4.7-Flash", {"first_k_dense_replace": 3}, "first_k_dense_replace"),
+    ("GLM-5", {"indexer_types": ["shared", "full"]}, "indexer_types"),
+    ("GLM-5", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "first_k_dense_replace"),
+    ("GLM-5", {"layer_types": ["sliding_attention"]}, "layer_types"),
     ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
     ("DeepSeek-V3", {"rope_interleave": False}, "rope_interleave"),
     ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func"),
