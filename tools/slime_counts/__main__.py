@@ -1,8 +1,10 @@
 """Print how many launches of a checkout of slime are accepted here, and why the others are not.
 
-    python -m tools.slime_counts CHECKOUT [scripts|launchers] [--only TEXT]
+    python -m tools.slime_counts CHECKOUT [scripts|launchers] [--only TEXT] [--start FOLDER]
 
 Accepted means that `rlpipe train` with the words of the launch, unchanged, has a configuration.
+With `--start`, each accepted launch also trains two iterations of a small model of its type
+(`tools.slime_counts.start`); FOLDER has a folder for each with its output.
 The current folder is the checkout, as in the launches. `git clone https://github.com/THUDM/slime`
 makes one; the counts in rlpipe/slime/README.md name their commit.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +25,7 @@ from rlpipe.slime.command_line import read_flags
 from tools.command import parsers
 from tools.command.run_words import apply_flags, read_words
 from tools.slime_counts.launches import Launch, launchers, scripts
+from tools.slime_counts.start import start
 
 
 def main() -> int:
@@ -30,24 +34,41 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("kind", nargs="?", choices=("scripts", "launchers"))
     parser.add_argument("--only", default="", help="launches with this text in their name")
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="start them in this folder")
     arguments = parser.parse_args()
     checkout = arguments.checkout.resolve()
+    folder = arguments.start and arguments.start.resolve()
     os.chdir(checkout)
-    refused = 0
-    with tempfile.TemporaryDirectory() as folder:
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
         for kind in [arguments.kind] if arguments.kind else ["scripts", "launchers"]:
             launches = [
                 launch
-                for launch in _launches(kind, checkout, Path(folder))
+                for launch in _launches(kind, checkout, Path(scratch))
                 if arguments.only in launch.name
             ]
-            problems = {launch.name: launch.problem or refusal(launch.words) for launch in launches}
-            for name, problem in problems.items():
-                print(f"{name}: {' '.join(problem.split()) or 'accepted'}")
-            failed = sum(bool(problem) for problem in problems.values())
-            print(f"{len(launches) - failed} of {len(launches)} {kind} accepted")
-            refused += failed
-    return 1 if refused else 0
+            failed += _count(launches, kind, checkout, folder)
+    return 1 if failed else 0
+
+
+def _count(launches: list[Launch], kind: str, checkout: Path, folder: Path | None) -> int:
+    """Print the result of each launch and the counts; return the number that failed."""
+    accepted = started = 0
+    for launch in launches:
+        problem = launch.problem or refusal(launch.words)
+        accepted += not problem
+        result = "accepted"
+        if not problem and folder is not None:
+            problem = start(
+                launch, checkout, folder / re.sub(r"[^A-Za-z0-9_.-]+", "-", launch.name)
+            )
+            started += not problem
+            result = "started"
+        print(f"{launch.name}: {' '.join(problem.split()) or result}", flush=True)
+    print(f"{accepted} of {len(launches)} {kind} accepted")
+    if folder is not None:
+        print(f"{started} of {len(launches)} {kind} started")
+    return len(launches) - (accepted if folder is None else started)
 
 
 def _launches(kind: str, checkout: Path, scratch: Path) -> Iterator[Launch]:

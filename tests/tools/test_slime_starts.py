@@ -1,0 +1,93 @@
+"""Small stand-ins for the launches of slime (tools.slime_counts.start)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.slime_counts import start as starts
+from tools.slime_counts.launches import Launch
+from tools.slime_counts.stand_ins import MODEL_TYPES, model_type, write_model
+
+LAUNCH = (
+    "--num-layers 36 --hidden-size 2560 --swiglu --hf-checkpoint /root/Qwen3-4B/ "
+    "--ref-load /root/Qwen3-4B_torch_dist --load /root/Qwen3-4B_slime --save /root/Qwen3-4B_slime "
+    "--prompt-data /root/dapo.jsonl --input-key question --label-key label --apply-chat-template "
+    "--rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 "
+    "--global-batch-size 256 --rollout-max-response-len 8192 --eval-interval 20 "
+    "--eval-prompt-data aime /root/aime.jsonl --eval-input-key prompt "
+    "--tensor-model-parallel-size 2 --sequence-parallel --eps-clip 0.28 --lr=1e-6 "
+    "--sglang-mem-fraction-static 0.7 --sglang-attention-backend nsa"
+)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Flags of the small run of LAUNCH."""
+    monkeypatch.setattr(starts, "write_model", lambda kind, folder: folder.mkdir(parents=True))
+    (tmp_path / "launch").mkdir()
+    return starts._flags(tuple(starts.small_words(tuple(LAUNCH.split()), tmp_path / "launch")))
+
+
+def test_sizes_are_small_and_the_algorithm_stays(small: dict[str, list[str]]):
+    assert small["num_rollout"] == ["2"] and small["global_batch_size"] == ["4"]
+    assert (small["rollout_batch_size"], small["n_samples_per_prompt"]) == (["2"], ["2"])
+    assert small["tensor_model_parallel_size"] == ["1"] and small["sequence_parallel"] == []
+    assert (small["eps_clip"], small["lr"], small["rm_type"]) == (
+        ["0.28"],
+        ["1e-6"],
+        ["deepscaler"],
+    )
+    assert small["sglang_mem_fraction_static"] == ["0.7"]
+
+
+def test_the_model_and_kernels_of_its_machine_are_left_out(small: dict[str, list[str]]):
+    assert not {"num_layers", "hidden_size", "swiglu", "sglang_attention_backend"} & set(small)
+
+
+def test_files_are_those_of_the_stand_in(small: dict[str, list[str]], tmp_path: Path):
+    assert small["hf_checkpoint"] == small["ref_load"] == [str(tmp_path / "models" / "qwen3")]
+    assert small["load"] == small["save"] == [str(tmp_path / "launch" / "save")]
+    (train,) = small["prompt_data"]
+    row = json.loads(Path(train).read_text().splitlines()[0])
+    assert row["label"] == "5" and row["question"][0]["role"] == "user"
+    _, test = small["eval_prompt_data"]
+    assert "prompt" in json.loads(Path(test).read_text().splitlines()[0])
+
+
+def test_a_launch_without_a_stand_in_is_named(tmp_path: Path):
+    launch = Launch("scripts/run.sh", ("--hf-checkpoint", "/root/unheard-of"))
+    assert "no type of the model unheard-of" in starts.start(launch, tmp_path, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen2.5-0.5B-Instruct", "qwen2"),
+        ("DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
+        ("Qwen3-30B-A3B-FP8", "qwen3_moe"),
+        ("qwen3-4b-sft", "qwen3"),
+        ("Qwen3.5-35B-A3B", "qwen3_5_moe_text"),
+        ("Qwen3.5-27B", "qwen3_5_text"),
+        ("Qwen3-Next-80B-A3B-Thinking", "qwen3_next"),
+        ("GLM-5.2-FP8", "glm_moe_dsa"),
+        ("GLM-4.7-Flash", "glm4_moe_lite"),
+        ("GLM-4.7-355B-A32B", "glm4_moe"),
+        ("GLM-Z1-9B-0414", "glm4"),
+        ("Moonlight-16B-A3B", "deepseek_v3"),
+        ("MiniMax-M2.5", "minimax_m2"),
+    ],
+)
+def test_the_type_of_a_model_is_known_by_its_name(name: str, kind: str):
+    assert model_type(name) == kind
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3", "qwen3_next"])
+def test_a_stand_in_has_two_layers_of_its_type(tmp_path: Path, kind: str):
+    write_model(kind, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == (kind, 2)
+    assert kind in dict(MODEL_TYPES).values() and config["hidden_size"] == 64
+    assert (tmp_path / "tokenizer.json").is_file()

@@ -1,0 +1,229 @@
+"""Start a launch of slime with two iterations of a small model.
+
+    start(launch, checkout, folder)      "" if both iterations end, else the error
+
+The words of the launch stay as they are, except sizes and names of this machine: the model is a
+stand-in of its type, prompts are stand-ins with the columns that the launch names, there is one
+trainer rank and one engine, and batches and responses are short (`small_words`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rlpipe.slime.args import FLAGS
+from rlpipe.slime.megatron_flags import MODEL
+from tools.slime_counts.launches import Launch
+from tools.slime_counts.stand_ins import model_type, write_model, write_rows
+
+TIMEOUT_S = 900.0
+SIZES = {
+    "num_rollout": 2,
+    "rollout_batch_size": 2,
+    "over_sampling_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "n_samples_per_eval_prompt": 1,
+    "global_batch_size": 4,
+    "num_steps_per_rollout": 2,
+    "micro_batch_size": 1,
+    "rollout_max_response_len": 8,
+    "eval_max_response_len": 8,
+    "rollout_max_prompt_len": 256,
+    "rollout_max_context_len": 320,
+    "eval_max_prompt_len": 256,
+    "eval_max_context_len": 320,
+    "max_tokens_per_gpu": 1024,
+    "log_probs_max_tokens_per_gpu": 1024,
+    "sglang_server_concurrency": 8,
+    "sglang_context_length": 512,
+    "save_interval": 2,
+    "eval_interval": 2,
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 1,
+    "critic_num_nodes": 1,
+    "critic_num_gpus_per_node": 1,
+    "rollout_num_gpus": 1,
+    "rollout_num_gpus_per_engine": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_epoch": None,
+    "sglang_config": None,
+    "prefill_num_servers": None,
+}
+"""Flag → its largest value in a start; None: the flag is left out, because it divides GPUs."""
+MACHINE = (
+    "sglang_attention_backend",
+    "sglang_cuda_graph_bs",
+    "sglang_cuda_graph_max_bs",
+    "sglang_deepep_mode",
+    "sglang_disaggregation_ib_device",
+    "sglang_disaggregation_transfer_backend",
+    "sglang_dp_size",
+    "sglang_enable_dp_attention",
+    "sglang_enable_dp_lm_head",
+    "sglang_ep_size",
+    "sglang_fp8_gemm_backend",
+    "sglang_kv_cache_dtype",
+    "sglang_mamba_ssm_dtype",
+    "sglang_moe_a2a_backend",
+    "sglang_moe_dense_tp_size",
+    "sglang_moe_runner_backend",
+    "sglang_nsa_decode_backend",
+    "sglang_nsa_prefill_backend",
+    "sglang_page_size",
+    "sglang_speculative_algorithm",
+    "sglang_speculative_draft_attention_backend",
+    "sglang_speculative_eagle_topk",
+    "sglang_speculative_num_draft_tokens",
+    "sglang_speculative_num_steps",
+    "sglang_tp_size",
+    "use_precision_aware_optimizer",
+    "use_wandb",
+)
+"""Flags for kernels, several GPUs and services that a machine with two CPU cores does not have."""
+FOLDERS = ("load", "save", "critic_load", "critic_save", "update_weight_disk_dir")
+MODELS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
+
+
+def start(launch: Launch, checkout: Path, folder: Path) -> str:
+    """Train two iterations of a launch in a new `folder`; return the error, or "".
+
+    The output is in `output.txt`. Launches in one parent folder share their home, so that one
+    Prefect server serves them all.
+    """
+    folder.mkdir(parents=True)
+    try:
+        words = small_words(launch.words, folder)
+    except (KeyError, ValueError) as error:
+        return f"no stand-in: {error}"
+    script = checkout / launch.name.partition("#")[0]
+    paths = [str(checkout), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "rlpipe", "train", *words, "--run", folder.name]
+    (folder / "words.json").write_text(json.dumps(command), encoding="utf-8")
+    output = folder / "output.txt"
+    with output.open("w", encoding="utf-8") as file:
+        try:
+            code = subprocess.run(
+                command,
+                cwd=checkout,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                    "RLPIPE_HOME": str(folder.parent / "home"),
+                },
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"did not end within {TIMEOUT_S:g} s ({output})"
+    return "" if code == 0 else f"exit code {code}: {_last_error(output)}"
+
+
+def _last_error(output: Path) -> str:
+    """Return the lines of the last error in an output."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [number for number, line in enumerate(lines) if "Error: " in line]
+    return " ".join(" ".join(lines[errors[-1] :][:4] if errors else lines[-4:]).split())
+
+
+def small_words(words: tuple[str, ...], folder: Path) -> list[str]:
+    """Return the words of a launch with the sizes, files and folders of a small run.
+
+    Raises: KeyError, ValueError if the model has no stand-in.
+    """
+    flags = _flags(words)
+    needs_answers = flags.get("loss_type") == ["sft_loss"]
+    for name in [name for name in flags if name in MACHINE or _describes_model(name)]:
+        del flags[name]
+    for name, largest in SIZES.items():
+        if name in flags and largest is None:
+            del flags[name]
+        elif name in flags and float(flags[name][0]) > float(largest or 0):
+            flags[name] = [str(largest)]
+    flags["num_rollout"] = [str(SIZES["num_rollout"])]
+    if "global_batch_size" in flags:
+        samples = int(flags["rollout_batch_size"][0]) * int(
+            flags.get("n_samples_per_prompt", ["1"])[0]
+        )
+        flags["global_batch_size"] = [str(min(samples, int(flags["global_batch_size"][0])))]
+    if "rollout_stop_token_ids" in flags:
+        flags["rollout_stop_token_ids"] = ["1"]
+    _use_models(flags, folder)
+    _use_rows(flags, folder, needs_answers=needs_answers)
+    for name in FOLDERS:
+        if name in flags:
+            flags[name] = [str(folder / name.removeprefix("critic_").replace("load", "save"))]
+    return [
+        word for name, values in flags.items() for word in (f"--{name.replace('_', '-')}", *values)
+    ]
+
+
+def _flags(words: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return name → values of a command line; the last one of a repeated flag counts."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            values = flags[name.replace("-", "_")] = [value] if equals else []
+        else:
+            values.append(word)
+    return flags
+
+
+def _describes_model(name: str) -> bool:
+    """True if config.json of the stand-in decides the value of a flag."""
+    flag = FLAGS.get(name)
+    return name in MODEL or (flag is not None and flag.reason.startswith("config.json decides"))
+
+
+def _use_models(flags: dict[str, list[str]], folder: Path) -> None:
+    """Replace each model by a stand-in of its type."""
+    name = Path(flags["hf_checkpoint"][0]).name or flags["hf_checkpoint"][0]
+    kind = model_type(flags["hf_checkpoint"][0].rstrip("/").rpartition("/")[2])
+    if kind is None:
+        raise ValueError(f"no type of the model {name}")
+    directory = folder.parent / "models" / kind
+    if not (directory / "config.json").is_file():
+        write_model(kind, directory)
+    for flag in MODELS:
+        if flag in flags:
+            flags[flag] = [str(directory)]
+
+
+def _use_rows(flags: dict[str, list[str]], folder: Path, *, needs_answers: bool) -> None:
+    """Replace prompt files by rows with the same columns."""
+    is_chat = needs_answers or "apply_chat_template" in flags
+    # Random rewards where a filter needs groups with different ones: the stand-in is never right.
+    metadata = {"rm_type": "random"} if "dynamic_sampling_filter_path" in flags else {}
+
+    def rows(name: str, prefix: str) -> str:
+        def column(flag: str, default: str | None) -> str | None:
+            of_run = flags.get(flag, [default])
+            return flags.get(f"{prefix}{flag}", of_run)[0]
+
+        columns = {
+            "input": column("input_key", "input"),
+            "label": column("label_key", None),
+            "metadata": column("metadata_key", "metadata"),
+        }
+        path = folder / name
+        write_rows(path, columns, messages=is_chat, answered=needs_answers, metadata=metadata)
+        return str(path)
+
+    if "prompt_data" in flags:
+        flags["prompt_data"] = [rows("train.jsonl", "")]
+    if "eval_prompt_data" in flags:
+        flags["eval_prompt_data"] = ["stand_in", rows("test.jsonl", "eval_")]
