@@ -127,6 +127,7 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
         etp_size=parallel.expert_tensor_parallel_size,
     )
     _, for_optimizer, for_ddp = split_arguments(train.megatron)
+    _check_optimizer_packages(train)
     ddp_config(train, for_ddp)
     optimizer_config(train, getattr(torch, model.dtype), for_optimizer)
     bridge = open_model(directory, model, train, deterministic=deterministic, sizes=sizes)
@@ -135,6 +136,20 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     if "pipeline_model_parallel_layout" not in train.megatron:
         layers_of(bridge, stage=0)
     _check_packages(bridge.config)
+
+
+def _check_optimizer_packages(train: TrainConfig) -> None:
+    """Raises: ConfigError if Adam's smaller state is to be used without its kernels."""
+    name = "use_precision_aware_optimizer"
+    used = train.megatron.get(name) and train.use_distributed_optimizer
+    if used and not _has_transformer_engine():
+        raise ConfigError(
+            "this argument needs a package that is not installed",
+            where=f"train.megatron.{name}",
+            found=True,
+            expected="Transformer Engine",
+            do="install it, or remove the argument: it saves memory and changes no result",
+        )
 
 
 def _check_packages(config: Any) -> None:

@@ -56,6 +56,14 @@ SELECTIVE = {"recompute_granularity": "selective"}
         ("qwen3", {"megatron": {"use_precision_aware_optimizer": True}}, "distributed optimizer"),
         (
             "qwen3",
+            {
+                "use_distributed_optimizer": True,
+                "megatron": {"use_precision_aware_optimizer": True},
+            },
+            "Transformer Engine",
+        ),
+        (
+            "qwen3",
             {"megatron": {"pipeline_model_parallel_layout": "Et|tL"}},
             "several pipeline stages",
         ),
