@@ -84,13 +84,22 @@ def model_directory(model: ModelConfig, home: Path, *, seed: int) -> str:
 def model_fingerprint(model_dir: str, cache: Path) -> str:
     """Return the sha256 of a model directory's content. A copy has the same fingerprint.
 
+    `cache`: as in `contents_digest`.
+    """
+    files = [path for path in Path(model_dir).iterdir() if not path.name.startswith(".")]
+    return contents_digest([path for path in files if path.suffix != ".md"], cache)
+
+
+def contents_digest(paths: Sequence[Path], cache: Path) -> str:
+    """Return the sha256 of the names and contents of the files among these paths.
+
     The JSON file `cache` keeps digests of files by path, size and time of change: weights are
     large.
     """
     known = _cached_digests(cache)
     fingerprint = hashlib.sha256()
-    for path in sorted(Path(model_dir).iterdir()):
-        if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
+    for path in sorted(paths):
+        if path.is_file():
             stat = path.stat()
             key = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
             if key not in known:

@@ -32,12 +32,17 @@ from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 from rlpipe.lineage.continuation import check_same_run
+from rlpipe.lineage.source_weights import (
+    adam_directory,
+    check_shapes,
+    local_directory,
+    weight_sources,
+)
 from rlpipe.model_dir import (
     check_context_len,
     check_stop_ids,
     check_tokenizer,
     check_weights,
-    given_directory,
     model_directory,
 )
 from rlpipe.observe.log_functions import LogFunctions
@@ -82,6 +87,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
     _check_algorithm_functions(config)
     MegatronHooks(config.train)
     LogFunctions(config.observe)
+    directory = None
     if isinstance(config.model.source, HuggingFaceModel):
         directory = Path(model_directory(config.model, home, seed=config.seed))
         _check_model(config, directory)
@@ -91,7 +97,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
         _check_trainer(config, directory)
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)
-    _check_other_models(config)
+    _check_other_models(config, directory, home)
     _check_functions(config.rollout)
     for number, dataset in enumerate(datasets):
         if path := dataset.custom_generate_function_path:
@@ -230,18 +236,24 @@ def _warm_starts(config: RunConfig) -> list[RunConfig]:
     return configs
 
 
-def _check_other_models(config: RunConfig) -> None:
-    """Check the directories of critic and teacher. Raises: ConfigError."""
-    directories = {}
-    if config.uses_critic:
-        directories["critic.hf_checkpoint"] = config.critic.hf_checkpoint
-    if config.advantage.use_opd and config.teacher.opd_type == "megatron":
-        directories["teacher.opd_teacher_load"] = config.teacher.opd_teacher_load
-    for key, directory in directories.items():
-        if directory is not None:
-            path = given_directory(directory, key)
-            check_supported(path, key)
-            check_weights(path, key)
+def _check_other_models(config: RunConfig, model_dir: Path | None, home: Path) -> None:
+    """Check the weights of reference, critic and teacher, and the optimizer state to continue.
+
+    Megatron checkpoints are converted here. `model_dir`: None for a model that is not made yet;
+    then Megatron checkpoints wait for the start. Raises: ConfigError; errors of the conversion.
+    """
+    sources = weight_sources(config)
+    sources.pop("policy", None)
+    for role, source in sources.items():
+        if source.checkpoint is not None and model_dir is None:
+            continue
+        path = Path(local_directory(source, str(model_dir), home))
+        check_supported(path, source.key)
+        check_weights(path, source.key)
+        if role == "reference" and model_dir is not None:
+            check_shapes(path, model_dir, source.key)
+    if model_dir is not None:
+        adam_directory(config.model, str(model_dir), home)
 
 
 def _check_model(config: RunConfig, directory: Path) -> None:

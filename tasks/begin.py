@@ -16,6 +16,7 @@ from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.lineage.continuation import check_same_run
+from rlpipe.lineage.source_weights import decisive_digests, source_record, weight_sources
 from rlpipe.lineage.stage_inputs import checkpoint_inputs, init_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.observe.terminal import waiting_for
@@ -138,14 +139,21 @@ async def first_weights(ctx: RunContext) -> str:
     run started from, and compares digests.
     """
     start = _start_checkpoint(ctx)
-    inputs = init_inputs(ctx.config, ctx.fingerprint, start, ctx.contracts)
+    sources = weight_sources(ctx.config)
+    records = {
+        role: await asyncio.to_thread(source_record, source, ctx.home)
+        for role, source in sources.items()
+    }
+    digests = decisive_digests(ctx.config, records)
+    inputs = init_inputs(ctx.config, ctx.fingerprint, start, ctx.contracts, sources=digests)
     if ctx.nodes.find(Stage.INIT, inputs.digest) is None:
         deadline_s = ctx.config.resources.start_timeout_s
         outputs = await ctx.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
         if ctx.config.num_rollout and not ctx.config.debug.debug_rollout_only:
             # Fail before the first rollout if the local disk has no room for a checkpoint.
             await ctx.cluster.trainer.call("require_room", deadline_s=deadline_s)
-        ctx.nodes.commit(inputs.node(outputs={"version": 0, **outputs}))
+        recorded = {"sources": records} if records else {}
+        ctx.nodes.commit(inputs.node(outputs={"version": 0, **outputs, **recorded}))
         await asyncio.to_thread(
             prune, ctx.directory / "checkpoints", ctx.config.checkpoint.keep_local
         )

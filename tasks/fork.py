@@ -128,6 +128,17 @@ def check_state_format(files: Files, config: RunConfig, origin: Commit) -> None:
 
 def check_reference(config: RunConfig, stored: RunConfig, origin: Commit) -> None:
     """Check that the parent saved the reference that the fork needs. Raises: ConfigError."""
+    if (config.reference.ref_load, config.reference.ref_ckpt_step) != (
+        stored.reference.ref_load,
+        stored.reference.ref_ckpt_step,
+    ):
+        raise ConfigError(
+            "a fork keeps the reference of its parent",
+            where="reference.ref_load",
+            found=config.reference.ref_load,
+            expected=stored.reference.ref_load or "none",
+            do="restore the keys of the reference, or use only the weights: model.start_from",
+        )
     interval = config.ref_update_interval
     parent_interval = stored.ref_update_interval
     version = origin.iteration + 1

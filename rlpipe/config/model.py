@@ -38,6 +38,12 @@ class HuggingFaceModel(Config):
     trust_remote_code: bool = False
     """Run the Python code that comes with the directory. Set true only for code that you trust."""
 
+    @model_validator(mode="after")
+    def _optimizer_has_a_checkpoint(self):
+        if self.megatron_optimizer and self.megatron_checkpoint is None:
+            raise ValueError("megatron_optimizer needs megatron_checkpoint, which has its state")
+        return self
+
 
 class MadeModel(Config):
     """A model directory that a function writes on first use. It is kept under `{home}/models`."""

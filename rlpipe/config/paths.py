@@ -11,9 +11,9 @@ another process, another working directory and a fork find the same file. Files 
 another checkout.
 
 Keys of files are functions (`path`, `maker`, `..._path`), prompt files (`paths`), model directories
-(`hf_checkpoint`, `megatron_checkpoint`, `opd_teacher_load`) and the recipe of a warm start. URLs,
-names of the Hugging Face Hub and dotted paths of functions are no files. Folders that a run writes,
-and the store, count from the current folder.
+(`hf_checkpoint`, `megatron_checkpoint`, `ref_load`, `opd_teacher_load`) and the recipe of a warm
+start. URLs, names of the Hugging Face Hub and dotted paths of functions are no files. Folders that
+a run writes, and the store, count from the current folder.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _PATTERNS = {
     "paths": _DATA,
     "hf_checkpoint": _DIRECTORY,
     "opd_teacher_load": _DIRECTORY,
+    "ref_load": _DIRECTORY,
     "megatron_checkpoint": _DIRECTORY,
     "warm_start": _RECIPE,
 }
@@ -179,7 +180,7 @@ def _split(key: str, value: str) -> tuple[str, str]:
 
 
 def _may_be_on_hub(key: str, value: str) -> bool:
-    is_model = key.endswith(("hf_checkpoint", "opd_teacher_load"))
+    is_model = key.endswith(("hf_checkpoint", "opd_teacher_load", "ref_load"))
     return is_model and model_reference(value) is not None
 
 

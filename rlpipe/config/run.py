@@ -19,7 +19,13 @@ from rlpipe.config.algorithms import (
 )
 from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
-from rlpipe.config.model import BranchModel, EngineConfig, ModelConfig, ResourcesConfig
+from rlpipe.config.model import (
+    BranchModel,
+    EngineConfig,
+    HuggingFaceModel,
+    ModelConfig,
+    ResourcesConfig,
+)
 from rlpipe.config.observe import GatesConfig, ObserveConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.store_root import canonical_root
@@ -232,6 +238,13 @@ class RunConfig(Config):
             raise ValueError(
                 f"fork_from and {other}: the first weights of a fork are its parent's; remove one "
                 "of them"
+            )
+        model = self.model.source
+        if self.start_from and isinstance(model, HuggingFaceModel) and model.megatron_optimizer:
+            other = "warm_start" if self.warm_start else "model.start_from"
+            raise ValueError(
+                f"model.source.megatron_optimizer and {other}: weights and optimizer state would "
+                "come from different runs; remove one of them"
             )
         return self
 

@@ -6,6 +6,7 @@ The other models are the reference, the critic of PPO and the teacher of on-poli
 from __future__ import annotations
 
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -137,8 +138,14 @@ class TrainConfig(Config):
 
 
 class ReferenceConfig(Config):
-    """The reference policy of `advantage.reference`: the run's first weights until a refresh."""
+    """The reference policy of `advantage.reference`, until a refresh."""
 
+    ref_load: str | None = None
+    """Weights of the reference, of the policy's architecture: a Hugging Face directory,
+    `org/name[@revision]` on the Hub, or a Megatron checkpoint (as `megatron_checkpoint`). The run's
+    records depend on the content too. None: the run's first weights."""
+    ref_ckpt_step: int | None = None
+    """Iteration of `ref_load` if it is a parent of several; None: the newest."""
     ref_update_interval: int | None = Field(default=None, ge=1)
     """Refresh the reference with the policy after every this many iterations, and write a
     checkpoint. Iterations are counted by weight version, so a fork continues with the reference of
@@ -158,6 +165,12 @@ class CriticConfig(Config):
     Any architecture with the policy's tokens. If the directory has `score.weight` [1, hidden], as
     reward models do, that is the value head; else values begin at 0. None: a copy of the policy's
     first weights."""
+    megatron_checkpoint: str | None = None
+    """Megatron checkpoint with the critic's first weights, of the architecture of `hf_checkpoint`
+    or else of the policy (as `model.source.megatron_checkpoint`). The checkpoint of a critic has a
+    value head, which is taken; that of a policy has none. None: as `hf_checkpoint` says."""
+    megatron_checkpoint_step: int | None = None
+    """Iteration of `megatron_checkpoint` if it is a parent; None: the newest."""
     optimizer: OptimizerConfig | None = None
     """Adam and its schedule; None: the policy's `train.optimizer`."""
     lr: float | None = Field(default=None, ge=0, le=LARGEST_LR)
@@ -191,8 +204,10 @@ class TeacherConfig(Config):
     `sample.teacher_log_probs`, at the rollout's temperature. None: no teacher."""
     opd_teacher_load: str | None = None
     """`megatron`: Hugging Face directory of the teacher, or `org/name[@revision]` on the Hub, of
-    any architecture and size. Records contain this path, so do not change the directory during a
-    run. (In slime it is a Megatron checkpoint of the policy's architecture.)"""
+    any architecture and size; or, as in slime, a Megatron checkpoint of the policy's architecture.
+    Records contain this path, so do not change the directory during a run."""
+    opd_teacher_ckpt_step: int | None = None
+    """Iteration of a Megatron checkpoint in `opd_teacher_load`; None: the newest."""
     url: str | None = None
     """`sglang`: address of the server or router, such as `http://10.0.0.5:30000` (slime:
     `--rm-url`)."""
@@ -289,5 +304,22 @@ class CheckpointConfig(Config):
     """Write a checkpoint after every this many iterations, and after the last."""
     keep_local: int = Tuning(default=2, ge=1)
     """Newest checkpoints that stay on local disk after they are in the store."""
+    save_hf: str | None = Tuning(None)
+    """Write the weights of each checkpoint as a Hugging Face directory too: a local path with
+    `{rollout_id}` for the iteration. A directory that exists already is kept. None: no directory;
+    `rlpipe convert dist2hf --of RUN@K` converts any saved iteration later."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of writing one checkpoint."""
+
+    @field_validator("save_hf")
+    @classmethod
+    def _path_names_the_iteration(cls, path: str | None) -> str | None:
+        if path is not None and "{rollout_id}" not in path:
+            raise ValueError("a path for every checkpoint needs {rollout_id}: /models/{rollout_id}")
+        return path
+
+    def hf_directory(self, iteration: int) -> Path | None:
+        """Return the Hugging Face directory of the weights after an iteration, if one is due."""
+        if self.save_hf is None:
+            return None
+        return Path(self.save_hf.replace("{rollout_id}", str(iteration))).expanduser().absolute()

@@ -198,7 +198,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "teacher.opd_type: sglang",
     ),
     _needs(
-        "teacher.opd_teacher_load",
+        "teacher.opd_teacher_load teacher.opd_teacher_ckpt_step",
         lambda c: c.teacher.opd_type == "megatron",
         "teacher.opd_type: megatron",
     ),

@@ -61,6 +61,8 @@ def _references(config: RunConfig) -> Iterator[tuple[Keys, HubReference, str]]:
         models["model", "source", "hf_checkpoint"] = config.model.source.hf_checkpoint
     if config.uses_critic:
         models["critic", "hf_checkpoint"] = config.critic.hf_checkpoint
+    if config.advantage.reference:
+        models["reference", "ref_load"] = config.reference.ref_load
     if config.advantage.use_opd:
         models["teacher", "opd_teacher_load"] = config.teacher.opd_teacher_load
     for keys, text in models.items():

@@ -342,6 +342,7 @@ def _leg_values(files: Files, leg: Leg) -> dict[str, Any]:
         "drivers": _spans((commit.iteration, commit.epoch) for commit in leg.commits),
         "code": _hooks(nodes, leg),
         "model": {**leg.init.config, "source": (config.get("model") or {}).get("source")},
+        "sources": leg.init.outputs.get("sources", {}),
     }
 
 

@@ -63,14 +63,23 @@ class Inputs:
 
 
 def init_inputs(
-    config: RunConfig, fingerprint: str, start_from: str | None, contracts: Contracts = CONTRACTS
+    config: RunConfig,
+    fingerprint: str,
+    start_from: str | None,
+    contracts: Contracts = CONTRACTS,
+    *,
+    sources: Mapping[str, str] | None = None,
 ) -> Inputs:
-    """Inputs of the first weights: a model, or the checkpoint node of another branch."""
+    """Inputs of the first weights: a model, or the checkpoint node of another branch.
+
+    `sources`: digests of other files that decide them (`source_weights.decisive_digests`).
+    """
     version = contracts[Stage.INIT]
     parents = {"start_from": start_from} if start_from else {}
-    return Inputs(
-        Stage.INIT, parents, SETTINGS[Stage.INIT][version](config, fingerprint), contract=version
-    )
+    settings = SETTINGS[Stage.INIT][version](config, fingerprint)
+    if sources:
+        settings["sources"] = dict(sources)
+    return Inputs(Stage.INIT, parents, settings, contract=version)
 
 
 def rollout_inputs(
@@ -175,7 +184,13 @@ def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
     }
     if config.uses_critic:
         settings["critic"] = {
-            **_chosen(config.critic, "hf_checkpoint", "parallel"),
+            **_chosen(
+                config.critic,
+                "hf_checkpoint",
+                "megatron_checkpoint",
+                "megatron_checkpoint_step",
+                "parallel",
+            ),
             "optimizer": _critic_optimizer(config).identity(),
         }
     return settings
@@ -212,7 +227,7 @@ def _advantage_settings(config: RunConfig) -> dict[str, Any]:
     if config.advantage.use_opd:
         settings["teacher"] = config.teacher.identity()
     if config.advantage.reference:
-        settings |= _chosen(config.reference, "ref_update_interval")
+        settings |= _chosen(config.reference, "ref_load", "ref_ckpt_step", "ref_update_interval")
     if config.uses_critic:
         settings |= _chosen(config.critic, "num_critic_only_steps")
     return settings

@@ -24,7 +24,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS, LOSS_TYPES
 from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.evaluation_flags import datasets
-from rlpipe.slime.model_flags import loads_checkpoint, model_source, same_folder
+from rlpipe.slime.model_flags import continues_optimizer, iterations_done, model_source
 from rlpipe.slime.reward_flags import reward_function
 from rlpipe.slime.server_groups import engine_layout, layout_difference
 
@@ -140,11 +140,13 @@ def differences(flags: ParsedFlags) -> list[str]:
             "--ci-test: a difference of engine and trainer above the threshold fails an iteration; "
             "slime's bounds of the KL in the first step and of its own tests are not checked"
         )
-    if loads_checkpoint(values) and not (values.get("finetune") or values.get("no_load_optim")):
+    if done := iterations_done(values):
         sentences.append(
-            "--load: weights come from the checkpoint; the optimizer's state and the number of the "
-            "iteration start from zero"
+            f"--load: {done} iterations of --num-rollout are done. This run has the others, and "
+            "counts them from 0; prompts start from the beginning of the data"
         )
+    if continues_optimizer(values) and estimator == "ppo":
+        sentences.append("--load: the critic's optimizer starts fresh")
     if estimator == "cispo" and values.get("eps_clip", 0.2) < 1:
         sentences.append(
             "--eps-clip with cispo: the lower bound of the ratio is active, as in slime; the "
@@ -241,7 +243,8 @@ def _prompts(values: Values) -> Keys:
 def _rollout_function(values: Values) -> Keys:
     path = values["rollout_function_path"]
     if path == SFT_ROLLOUT:
-        return {"rollout.type": "dataset"}
+        # It renders the messages itself, without --apply-chat-template.
+        return {"rollout.type": "dataset", "data.apply_chat_template": True}
     if path == FULLY_ASYNC:
         return {"async_buffer_size": values.get("async_buffer_size") or _least_ahead(values)}
     return {} if _is_default_function(path) else {FLAGS["rollout_function_path"].key: path}
@@ -373,18 +376,12 @@ def _store(values: Values) -> Keys:
     return {"store.root": save if "://" in save else str(Path(save).absolute())}
 
 
-def _critic(values: Values) -> Keys:
-    load = values.get("critic_load")
-    if not load or not (Path(load) / "config.json").is_file():
-        return {}
-    if same_folder(load, values.get("hf_checkpoint")):
-        return {}
-    return {"critic.hf_checkpoint": load}
-
-
 def _other_keys(values: Values) -> Keys:
-    """Convert seed, dtype, recomputation and profiling."""
+    """Convert sequence parallelism, seed, dtype, recomputation and profiling."""
     keys: Keys = {}
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        # Megatron-LM turns it off, too.
+        keys["train.parallel.sequence_parallel"] = False
     if "seed" in values:
         keys["seed"] = values["seed"]
     if values.get("bf16"):
@@ -451,7 +448,6 @@ _CONVERTERS: tuple[Callable[[Values], Keys], ...] = (
     engine_layout,
     _sync,
     _store,
-    _critic,
     _other_keys,
     _debug,
     _gates,

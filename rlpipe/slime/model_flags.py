@@ -1,10 +1,13 @@
-"""Convert slime's flags for the model and its checkpoints to `model.source`.
+"""Convert slime's flags for the model and its checkpoints to keys.
 
-    model_source(values)               `--hf-checkpoint`, `--ref-load`, `--load`, `--ckpt-step`
+    model_source(values)               `--hf-checkpoint`, `--ref-load`, `--load`, `--critic-load`
+    iterations_done(values)            iterations that were trained before (`--load`)
     check_model(values, directory)     compare Megatron's model flags with config.json
 
 slime reads the architecture from --hf-checkpoint. First weights come from --load if that folder has
-a checkpoint, else from --ref-load, else from --hf-checkpoint. The reference is --ref-load.
+a checkpoint or a Hugging Face model, else from --ref-load, else from --hf-checkpoint. The reference
+is --ref-load. A Megatron checkpoint in --load continues its optimizer state and its iterations,
+unless --finetune or --no-load-optim is given.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from typing import Any
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
-from rlpipe.system.megatron_weights import is_megatron_checkpoint
+from rlpipe.system.megatron_weights import find_checkpoint, is_megatron_checkpoint
 
 Values = Mapping[str, Any]
 Keys = dict[str, Any]
 
 
 def model_source(values: Values) -> Keys:
-    """Return `model.source`; {} without --hf-checkpoint.
+    """Return `model.source` and the keys of reference and critic; {} without --hf-checkpoint.
 
     Raises: ConfigError for flags that name weights which the run would not read, or that contradict
     config.json.
@@ -32,12 +35,12 @@ def model_source(values: Values) -> Keys:
     directory = values.get("hf_checkpoint")
     _check_load(values, "load", "save")
     _check_load(values, "critic_load", "critic_save")
-    _check_teacher(values)
+    keys = _critic(values)
     if directory is None:
-        return {}
+        return keys
     check_model(values, directory)
     source = {"type": "huggingface", "hf_checkpoint": directory}
-    return {"model.source": source | _first_weights(values)}
+    return keys | {"model.source": source | _first_weights(values)} | _reference(values)
 
 
 def loads_checkpoint(values: Values) -> bool:
@@ -46,27 +49,85 @@ def loads_checkpoint(values: Values) -> bool:
     return bool(load) and "://" not in load and is_megatron_checkpoint(Path(load))
 
 
+def continues_optimizer(values: Values) -> bool:
+    """True if the run continues the optimizer state of the checkpoint in --load."""
+    fresh = values.get("finetune") or values.get("no_load_optim")
+    return not fresh and _loaded_iteration(values) is not None
+
+
+def iterations_done(values: Values) -> int:
+    """Return the iterations of --num-rollout that were trained before, as in slime.
+
+    The first one to train is --start-rollout-id, or follows the checkpoint in --load.
+    """
+    if values.get("start_rollout_id") is not None:
+        return values["start_rollout_id"]
+    iteration = _loaded_iteration(values)
+    return 0 if iteration is None or values.get("finetune") else iteration + 1
+
+
+def _loaded_iteration(values: Values) -> int | None:
+    """Return the iteration of the checkpoint in --load; None without one, and for a conversion.
+
+    Raises: ConfigError if the folder has no such checkpoint.
+    """
+    if not loads_checkpoint(values):
+        return None
+    return find_checkpoint(Path(values["load"]), values.get("ckpt_step"), key="--load").iteration
+
+
 def _first_weights(values: Values) -> Keys:
     """Return the keys of `model.source` for weights outside --hf-checkpoint."""
-    reference = values.get("ref_load")
-    if same_folder(reference, values.get("hf_checkpoint")):
-        reference = None
     if loads_checkpoint(values):
-        uses_reference = values.get("use_kl_loss") or values.get("kl_coef")
-        if uses_reference and not same_folder(reference, values["load"]):
-            raise ConfigError(
-                "the reference is the run's first weights, which come from --load",
-                where="--ref-load",
-                found=reference or values.get("hf_checkpoint"),
-                expected=values["load"],
-                do="start from the reference (without --load), or train without KL",
-            )
-        return _megatron(values["load"], values.get("ckpt_step"))
-    if reference is None:
+        keys = _megatron(values["load"], values.get("ckpt_step"))
+        return keys | ({"megatron_optimizer": True} if continues_optimizer(values) else {})
+    load = values.get("load")
+    if load and _is_model(load):
+        return {"hf_checkpoint": load}
+    reference = values.get("ref_load")
+    if reference is None or same_folder(reference, values.get("hf_checkpoint")):
         return {}
-    if (Path(reference) / "config.json").is_file():
+    if _is_model(reference):
         return {"hf_checkpoint": reference}
     return _megatron(reference, values.get("ref_ckpt_step"))
+
+
+def _reference(values: Values) -> Keys:
+    """Return the keys of a reference that is not the first weights. Raises: ConfigError."""
+    if not (values.get("use_kl_loss") or values.get("kl_coef")):
+        return {}
+    load = values.get("load")
+    has_own_weights = loads_checkpoint(values) or (load and _is_model(load))
+    if not has_own_weights:
+        return {}
+    reference = values.get("ref_load")
+    if reference is None:
+        raise ConfigError(
+            "a run with a KL needs the weights of its reference",
+            where="--ref-load",
+            found="none, and first weights from --load",
+            do="give --ref-load, or --ref-load with the folder of --load",
+        )
+    step = values.get("ref_ckpt_step")
+    if same_folder(reference, load) and step in (None, values.get("ckpt_step")):
+        return {}
+    return {"reference.ref_load": str(Path(reference).absolute()), "reference.ref_ckpt_step": step}
+
+
+def _critic(values: Values) -> Keys:
+    load = values.get("critic_load")
+    if not load or same_folder(load, values.get("hf_checkpoint")):
+        return {}
+    if _is_model(load):
+        return {"critic.hf_checkpoint": load}
+    if "://" not in load and is_megatron_checkpoint(Path(load)):
+        return {"critic.megatron_checkpoint": str(Path(load).absolute())}
+    return {}
+
+
+def _is_model(path: str) -> bool:
+    """True for a Hugging Face directory."""
+    return (Path(path) / "config.json").is_file()
 
 
 def _megatron(checkpoint: str, step: int | None) -> Keys:
@@ -77,29 +138,24 @@ def _megatron(checkpoint: str, step: int | None) -> Keys:
 
 
 def _check_load(values: Values, name: str, save_name: str) -> None:
-    """Refuse a folder of `--load` or `--critic-load` that has weights which the run cannot read.
+    """Refuse a folder of `--load` or `--critic-load` that has no weights.
 
     Launch scripts give one folder as --load and --save. It is absent or empty before the first
     start. Later it has the run's own store, from which a run of the same name continues.
     """
     load = values.get(name)
-    is_critic = name == "critic_load"
     if not load or same_folder(load, values.get("hf_checkpoint")):
         return
     folder = Path(load)
-    if is_critic and (folder / "config.json").is_file():
-        return
     has_content = "://" in load or (
         folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     )
-    if not has_content or (not is_critic and loads_checkpoint(values)):
+    if not has_content or _is_model(load) or ("://" not in load and is_megatron_checkpoint(folder)):
         return
-    is_own = any(same_folder(load, values.get(flag)) for flag in (save_name, "save"))
-    is_weights = (folder / "config.json").exists() or is_megatron_checkpoint(folder)
-    if is_own and not is_weights:
+    if any(same_folder(load, values.get(flag)) for flag in (save_name, "save")):
         return
     option = FLAGS[name].option
-    if not is_weights and (folder / "branches").is_dir():
+    if (folder / "branches").is_dir():
         raise ConfigError(
             "a run does not continue from another store",
             where=option,
@@ -112,31 +168,9 @@ def _check_load(values: Values, name: str, save_name: str) -> None:
         "a run does not start from these weights",
         where=option,
         found=load,
-        expected="a Hugging Face directory"
-        if is_critic
-        else "a Megatron checkpoint (iter_…, latest_checkpointed_iteration.txt), or the folder of "
-        "--save",
-        do=_convert_first(load, option) if is_critic else f"give it as --hf-checkpoint {load}",
-    )
-
-
-def _check_teacher(values: Values) -> None:
-    teacher = values.get("opd_teacher_load")
-    if teacher and Path(teacher).is_dir() and not (Path(teacher) / "config.json").is_file():
-        option = "--opd-teacher-load"
-        raise ConfigError(
-            "a teacher is not read from these weights",
-            where=option,
-            found=teacher,
-            expected="a Hugging Face directory",
-            do=_convert_first(teacher, option),
-        )
-
-
-def _convert_first(folder: str, option: str) -> str:
-    return (
-        "convert the Megatron checkpoint (rlpipe convert dist2hf "
-        f"--input-dir {folder} --output-dir OUT --origin-hf-dir MODEL) and give {option} OUT"
+        expected="a Megatron checkpoint (iter_…, latest_checkpointed_iteration.txt), a Hugging "
+        "Face directory, or the folder of --save",
+        do=f"check the path of {option}",
     )
 
 

@@ -71,8 +71,8 @@ def find_checkpoint(path: Path, step: int | None = None, *, key: str = "") -> Ch
         found = f"no iteration {step}"
     raise ConfigError(
         "no checkpoint in this directory",
-        where=f"{key}: {path}" if key else str(path),
-        found=found,
+        where=key or str(path),
+        found=f"{found} in {path}" if key else found,
         expected="a folder like iter_0000100, or its parent",
     )
 
@@ -109,15 +109,6 @@ def converted_directory(
     Raises: ConfigError if there is no checkpoint or the model does not fit; ResourceError if the
     conversion process dies.
     """
-    if not checkpoint.is_dir() or not is_megatron_checkpoint(checkpoint):
-        raise ConfigError(
-            "no Megatron checkpoint",
-            where=key,
-            found=f"no {TRACKER}, iter_… or .metadata in {checkpoint}"
-            if checkpoint.is_dir()
-            else f"no directory {checkpoint}",
-            expected="a folder such as iter_0000100, or its parent",
-        )
     return _converted(checkpoint, origin, folder, step, key, "huggingface")
 
 
@@ -135,13 +126,15 @@ def _converted(
     checkpoint: Path, origin: Path, folder: Path, step: int | None, key: str, kind: Kind
 ) -> Path:
     prefix = "megatron" if kind == "huggingface" else f"megatron-{kind}"
-    target = folder / f"{prefix}-{_identity(checkpoint, origin, step)}"
+    # The parent may be the run's store too (slime's --load and --save), which grows.
+    source = find_checkpoint(checkpoint, step, key=key).folder
+    target = folder / f"{prefix}-{_identity(source, origin)}"
     if not target.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         # Ranks of one machine start at the same time, and one of them converts.
         with _locked(target.with_name(f"{target.name}.lock")):
             if not target.is_dir():
-                _convert(checkpoint, origin, target, step, key, kind)
+                _convert(source, origin, target, key, kind)
     return target
 
 
@@ -152,9 +145,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _identity(checkpoint: Path, origin: Path, step: int | None) -> str:
+def _identity(checkpoint: Path, origin: Path) -> str:
     """Return a digest of the paths, sizes and times of change of all files."""
-    digest = hashlib.sha256(f"{checkpoint.resolve()}|{step}".encode())
+    digest = hashlib.sha256(str(checkpoint.resolve()).encode())
     for path in sorted([*checkpoint.rglob("*"), *origin.iterdir()]):
         if path.is_file():
             stat = path.stat()
@@ -162,15 +155,12 @@ def _identity(checkpoint: Path, origin: Path, step: int | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _convert(
-    checkpoint: Path, origin: Path, target: Path, step: int | None, key: str, kind: Kind
-) -> None:
+def _convert(checkpoint: Path, origin: Path, target: Path, key: str, kind: Kind) -> None:
     job = {
         "to": kind,
         "checkpoint": str(checkpoint.absolute()),
         "output": str(target.absolute()),
         "origin": str(origin.absolute()),
-        "step": step,
     }
     command = [sys.executable, "-m", MODULE, FLAG, str(os.getpid()), json.dumps(job)]
     print(f"{key}: converting {checkpoint} to {target}", file=sys.stderr)

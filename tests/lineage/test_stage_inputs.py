@@ -111,7 +111,7 @@ TUNING = {
         "update_weight_local_checkpoint_dir update_weight_delta_encoding "
         "update_weight_delta_checksum update_weight_full_interval timeout_s"
     ),
-    "checkpoint": "save_interval keep_local timeout_s",
+    "checkpoint": "save_interval keep_local save_hf timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",
     "engine": (

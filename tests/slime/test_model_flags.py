@@ -8,6 +8,7 @@ import pytest
 
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import differences
+from rlpipe.slime.model_flags import iterations_done
 from tests.slime.test_flag_keys import keys, refused
 
 MODEL = {"type": "huggingface", "hf_checkpoint": "/data/Qwen3-4B"}
@@ -36,37 +37,77 @@ def test_a_reference_in_hugging_faces_format_has_the_first_weights(tmp_path: Pat
     assert same == {"model.source": MODEL}
 
 
-@pytest.mark.parametrize(
-    "name", ["latest_checkpointed_iteration.txt", "iter_0000020/.metadata", ".metadata"]
-)
-def test_first_weights_come_from_a_checkpoint_in_load(tmp_path: Path, name: str):
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("20")
-    base = "--hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist"
-    for save in ("/elsewhere", tmp_path):
-        words = f"{base} --load {tmp_path} --save {save} --ckpt-step 20"
-        assert keys(words)["model.source"] == MODEL | {
-            "megatron_checkpoint": str(tmp_path),
-            "megatron_checkpoint_step": 20,
-        }
-        assert any("--load" in sentence for sentence in differences(read_flags(words.split())))
-        assert differences(read_flags(f"{words} --finetune".split())) == []
+def slime_folder(folder: Path, iteration: int = 20) -> Path:
+    """Make the files that identify a folder of checkpoints."""
+    (folder / f"iter_{iteration:07d}").mkdir(parents=True)
+    (folder / f"iter_{iteration:07d}" / ".metadata").touch()
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
 
 
-def test_another_reference_than_the_first_weights_is_refused_only_where_it_is_used(tmp_path: Path):
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
-    words = f"--hf-checkpoint /data/Qwen3-4B --ref-load /data/ref --load {tmp_path}"
-    assert refused(f"{words} --use-kl-loss --kl-loss-coef 0.1").where == "--ref-load"
-    assert refused(f"{words} --kl-coef 0.1").where == "--ref-load"
-    assert keys(words)["model.source"]["megatron_checkpoint"] == str(tmp_path)
+BASE = "--hf-checkpoint /data/Qwen3-4B --ref-load /data/Qwen3-4B_torch_dist"
 
 
-def test_other_weights_in_load_are_refused(tmp_path: Path):
+def test_a_checkpoint_in_load_continues_its_optimizer_and_its_iterations(tmp_path: Path):
+    load = slime_folder(tmp_path / "run")
+    checkpoint = MODEL | {"megatron_checkpoint": str(load), "megatron_checkpoint_step": None}
+    for save in ("/elsewhere", load):
+        words = f"{BASE} --load {load} --save {save}"
+        assert keys(words)["model.source"] == checkpoint | {"megatron_optimizer": True}
+        assert iterations_done(read_flags(words.split()).own) == 21
+        (sentence,) = differences(read_flags(words.split()))
+        assert "21 iterations" in sentence
+    assert iterations_done(read_flags(f"{words} --start-rollout-id 7".split()).own) == 7
+    fresh = f"{words} --no-load-optim --no-load-rng"
+    assert keys(fresh)["model.source"] == checkpoint
+    assert iterations_done(read_flags(fresh.split()).own) == 21
+    tuned = f"{words} --finetune"
+    assert keys(tuned)["model.source"] == checkpoint
+    assert iterations_done(read_flags(tuned.split()).own) == 0
+    assert differences(read_flags(tuned.split())) == []
+
+
+def test_ckpt_step_chooses_the_checkpoint_in_load(tmp_path: Path):
+    load = slime_folder(slime_folder(tmp_path / "run", 5), 20)
+    words = f"{BASE} --load {load} --ckpt-step 5"
+    assert keys(words)["model.source"]["megatron_checkpoint_step"] == 5
+    assert iterations_done(read_flags(words.split()).own) == 6
+    missing = f"{BASE} --load {load} --ckpt-step 6"
+    assert refused(missing).where == "--load"
+
+
+def test_converted_weights_in_load_have_no_optimizer_and_no_iteration(tmp_path: Path):
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / ".metadata").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    words = f"{BASE} --load {tmp_path}"
+    source = keys(words)["model.source"]
+    assert source["megatron_checkpoint"] == str(tmp_path)
+    assert "megatron_optimizer" not in source
+    assert iterations_done(read_flags(words.split()).own) == 0
+
+
+def test_a_model_directory_in_load_has_the_first_weights(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     for save in ("/elsewhere", tmp_path):
-        error = refused(f"--hf-checkpoint /m --load {tmp_path} --save {save}")
-        assert (error.where, error.found) == ("--load", str(tmp_path))
+        words = f"{BASE} --load {tmp_path} --save {save}"
+        assert keys(words)["model.source"] == MODEL | {"hf_checkpoint": str(tmp_path)}
     assert keys(f"--hf-checkpoint {tmp_path} --load {tmp_path}").keys() == {"model.source"}
+
+
+@pytest.mark.parametrize("kl", ["--use-kl-loss --kl-loss-coef 0.1", "--kl-coef 0.1"])
+def test_the_reference_is_ref_load_where_first_weights_come_from_load(tmp_path: Path, kl: str):
+    load = slime_folder(tmp_path / "run")
+    words = f"--hf-checkpoint /data/Qwen3-4B --load {load} {kl}"
+    with_reference = keys(f"{words} --ref-load /data/ref --ref-ckpt-step 3")
+    assert with_reference["reference.ref_load"] == "/data/ref"
+    assert with_reference["reference.ref_ckpt_step"] == 3
+    assert "reference.ref_load" not in keys(f"{words} --ref-load {load}")
+    assert refused(words).where == "--ref-load"
+    unused = keys(f"--hf-checkpoint /data/Qwen3-4B --load {load} --ref-load /data/ref")
+    assert "reference.ref_load" not in unused
+    first = keys(f"--hf-checkpoint /data/Qwen3-4B --ref-load /data/ref {kl}")
+    assert "reference.ref_load" not in first
 
 
 def test_load_may_be_the_folder_of_save_before_and_after_a_run(tmp_path: Path):
@@ -86,17 +127,24 @@ def test_load_may_be_the_folder_of_save_before_and_after_a_run(tmp_path: Path):
     assert refused("--load s3://bucket/run --save /elsewhere").where == "--load"
 
 
-def test_a_teacher_that_is_a_megatron_checkpoint_is_refused(tmp_path: Path):
-    error = refused(f"--use-opd --opd-type megatron --opd-teacher-load {tmp_path}")
-    assert (error.where, error.expected) == ("--opd-teacher-load", "a Hugging Face directory")
+def test_a_teacher_may_be_a_megatron_checkpoint():
+    words = "--use-opd --opd-type megatron --opd-teacher-load /teacher --opd-teacher-ckpt-step 9"
+    found = keys(words)
+    assert found["teacher.opd_teacher_load"] == "/teacher"
+    assert found["teacher.opd_teacher_ckpt_step"] == 9
+
+
+def test_save_hf_sets_the_directories_of_exported_weights():
+    assert keys("--save-hf /models/{rollout_id}") == {"checkpoint.save_hf": "/models/{rollout_id}"}
 
 
 def test_a_critic_starts_from_a_model_directory_or_continues_with_its_run(tmp_path: Path):
     critic = tmp_path / "critic"
     critic.mkdir()
     (critic / "latest_checkpointed_iteration.txt").touch()
-    assert refused(f"--critic-load {critic} --critic-save /elsewhere").where == "--critic-load"
-    assert refused(f"--critic-load {critic} --critic-save {critic}").where == "--critic-load"
+    for save in ("/elsewhere", critic):
+        found = keys(f"--critic-load {critic} --critic-save {save}")
+        assert found == {"critic.megatron_checkpoint": str(critic)}
     (critic / "latest_checkpointed_iteration.txt").unlink()
     assert keys(f"--critic-load {critic} --critic-save {critic}") == {}
     (critic / "config.json").write_text("{}")

@@ -21,6 +21,7 @@ from rlpipe.config.smoke import SMOKE
 from rlpipe.errors import ConfigError
 from rlpipe.slime.command_line import OVERRIDE, ParsedFlags
 from rlpipe.slime.flag_keys import BASE, differences, overrides_of
+from rlpipe.slime.model_flags import iterations_done
 
 if TYPE_CHECKING:
     from rlpipe.config.run import RunConfig
@@ -97,6 +98,8 @@ def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
         arguments.overrides.append(
             f"num_rollout={iterations_of(arguments, flags.own['num_epoch'])}"
         )
+    if "num_rollout" in flags.own or "num_epoch" in flags.own:
+        _leave_out(arguments, iterations_done(flags.own))
     if (path := flags.own.get("load_debug_rollout_data")) is not None:
         _use_saved_rollouts(arguments, path)
     if (fraction := flags.own.get("lr_warmup_fraction")) is not None:
@@ -104,6 +107,29 @@ def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
         # As in Megatron: a fraction of the decay, which by default takes the whole training.
         steps = config.train.optimizer.lr_decay_steps or config.total_optimizer_steps
         arguments.overrides.append(f"train.optimizer.lr_warmup_steps={int(fraction * steps)}")
+
+
+def _leave_out(arguments: argparse.Namespace, done: int) -> None:
+    """Leave out iterations that a run of slime has done. The schedule of all of them stays.
+
+    Raises: ConfigError if no iteration is left.
+    """
+    if not done:
+        return
+    config = load_run(arguments.recipe, arguments.overrides, arguments.run)
+    if config.num_rollout <= done:
+        raise ConfigError(
+            "no iteration is left to train",
+            where="--num-rollout",
+            found=f"{config.num_rollout}, of which {done} are done (--load, --start-rollout-id)",
+            expected=f"more than {done}",
+            do="give a larger --num-rollout, or --finetune to count from 0",
+        )
+    optimizer = config.train.optimizer
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_decay_steps is None:
+        steps = config.total_optimizer_steps
+        arguments.overrides.append(f"train.optimizer.lr_decay_steps={steps}")
+    arguments.overrides.append(f"num_rollout={config.num_rollout - done}")
 
 
 def _use_saved_rollouts(arguments: argparse.Namespace, path: str) -> None:

@@ -20,13 +20,12 @@ from rlpipe.config.hooks import hook_digest
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.platform import CUDA_FOUND
 from rlpipe.errors import Mismatch
+from rlpipe.lineage.source_weights import FINGERPRINTS, source_record
 from rlpipe.model_dir import model_fingerprint
 from rlpipe.types import Node
 
 # The same tensors have different digests on the two.
 DEVICE = "cuda" if CUDA_FOUND else "cpu"
-FINGERPRINTS = "models/fingerprints.json"
-"""Cache of digests of model files, below a home."""
 PACKAGES = ("torch", "megatron-core", "mbridge", "rlpipe")
 
 
@@ -48,7 +47,10 @@ def made_with(train: TrainConfig) -> dict[str, Any]:
 
 
 def check_first_weights(
-    init: Node, spec: TrainerSpec, name: Literal["state_digest", "weights_digest"], digest: str
+    init: Node,
+    spec: TrainerSpec,
+    name: Literal["state_digest", "weights_digest", "reference_digest"],
+    digest: str,
 ) -> None:
     """Check that first weights loaded again equal those of the init node.
 
@@ -65,11 +67,15 @@ def check_first_weights(
     recorded = init.outputs.get(name)
     if comparable and digest == recorded:
         return
-    contents = model_fingerprint(spec.model_dir, Path(spec.work_dir).parent / FINGERPRINTS)
+    home = Path(spec.work_dir).parent
+    contents = model_fingerprint(spec.model_dir, home / FINGERPRINTS)
     recorded_contents = init.config["model"]
-    if contents == recorded_contents and not comparable:
+    changed = _changed_sources(init, spec, home)
+    if contents == recorded_contents and not comparable and not changed:
         return
-    if contents == recorded_contents:
+    if changed:
+        do = f"restore the earlier contents of {', '.join(changed)}, or start a new run: --run NAME"
+    elif contents == recorded_contents:
         do = "the directory is unchanged: check other inputs, such as a critic's own directory"
     else:
         do = "restore the earlier contents of the model directory, or start a new run: --run NAME"
@@ -80,6 +86,16 @@ def check_first_weights(
         expected=f"{name} {recorded} of contents {recorded_contents[:16]}",
         do=do,
     )
+
+
+def _changed_sources(init: Node, spec: TrainerSpec, home: Path) -> list[str]:
+    """Return the keys of weights whose files have changed since the init node was recorded."""
+    recorded = init.outputs.get("sources", {})
+    return [
+        source.key
+        for role, source in spec.sources.items()
+        if role in recorded and source_record(source, home)["sha256"] != recorded[role]["sha256"]
+    ]
 
 
 def _version(package: str) -> str | None:

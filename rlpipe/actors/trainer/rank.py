@@ -162,9 +162,11 @@ class Rank(ABC, Generic[E]):
         `start_from`: checkpoint node of another branch; None: the model directory.
         """
         engine, spec = self._ready()
+        reference = self._load_own_reference()
         self._load_first(start_from)
         self._refresh_reference(0)
         result = {
+            **reference,
             "state_digest": engine.state_digest(),
             "made_with": made_with(spec.train),
             **self._weights_outputs(),
@@ -264,6 +266,7 @@ class Rank(ABC, Generic[E]):
             self._wait(self._upload)
         root = Path(spec.work_dir) / "checkpoints"
         directory = engine.save_checkpoint(root, version)
+        self._export(version)
         prefix = self._checkpoint_prefix(upload.prefix)
         send = partial(upload_share, self._files, directory, prefix, self.rank)
         self._upload = BackgroundUpload(upload, lambda: self._uploads.submit(send))
@@ -291,6 +294,9 @@ class Rank(ABC, Generic[E]):
         """Forget an upload that is recorded, or will never be."""
         if self._upload is not None and self._upload.upload.prefix == prefix:
             self._upload = None
+
+    def _export(self, version: int) -> None:
+        """Write the held weights as a Hugging Face directory, if the run asks for it."""
 
     def _wait(self, upload: BackgroundUpload) -> Future[list[FileRecord]]:
         """Wait until the upload has succeeded or failed. Raises: DeadlineExceeded."""
@@ -325,7 +331,10 @@ class Rank(ABC, Generic[E]):
         """Create the engine of a spec. Arguments as `setup`."""
 
     def _load_first(self, start_from: str | None) -> None:
-        """Load the first weights of a branch, and leave the optimizer unchanged."""
+        """Load the first weights of a branch.
+
+        The optimizer stays unchanged, unless the run continues one of Megatron-LM.
+        """
         engine, _ = self._ready()
         if start_from is None:
             engine.load_hf()
@@ -342,9 +351,18 @@ class Rank(ABC, Generic[E]):
                 where=self.name,
                 do="restart the ranks",
             )
+        for digest in self._load_own_reference().values():
+            check_first_weights(init, spec, "reference_digest", digest)
         self._load_first(init.parents.get("start_from"))
         check_first_weights(init, spec, "state_digest", engine.state_digest())
         self._refresh_reference(0)
+
+    def _load_own_reference(self) -> dict[str, str]:
+        """Load a reference that is not the first weights, if the run has one.
+
+        Return its digest for the init node. The weights of the policy are undefined afterwards.
+        """
+        return {}
 
     def _weights_outputs(self) -> dict[str, str]:
         """Return the outputs of an init node that describe the weights alone."""

@@ -192,7 +192,10 @@ class TrainerRank(Rank[MegatronEngine]):
             refreshed = lineage.reference
             init = self._nodes.get(Stage.INIT, lineage.init)
             checkpoint = refreshed.checkpoint if refreshed else init.parents.get("start_from")
-            if checkpoint:
+            if refreshed is None and spec.reference_dir is not None:
+                for digest in self._load_own_reference().values():
+                    check_first_weights(init, spec, "reference_digest", digest)
+            elif checkpoint:
                 engine.load_reference(self._fetched(Stage.CHECKPOINT, checkpoint))
             else:
                 # the first reference is the model directory, which may have changed since
@@ -201,6 +204,26 @@ class TrainerRank(Rank[MegatronEngine]):
                 engine.keep_reference()
             self._reference_version = refreshed.version if refreshed else 0
 
+    def _load_first(self, start_from: str | None) -> None:
+        super()._load_first(start_from)
+        engine, spec = self._ready()
+        if spec.adam_dir is not None:
+            engine.load_adam_state(spec.adam_dir)
+
+    def _export(self, version: int) -> None:
+        engine, spec = self._ready()
+        directory = spec.checkpoint.hf_directory(version - 1)
+        if directory is not None and version > 0:
+            engine.export(directory)
+
+    def _load_own_reference(self) -> dict[str, str]:
+        engine, spec = self._ready()
+        if spec.reference_dir is None:
+            return {}
+        engine.load_hf(spec.reference_dir)
+        engine.keep_reference()
+        return {"reference_digest": engine.weights_digest()}
+
     def _weights_outputs(self) -> dict[str, str]:
         engine, _ = self._ready()
         return {"weights_digest": engine.weights_digest()}
@@ -208,7 +231,11 @@ class TrainerRank(Rank[MegatronEngine]):
     def _refresh_reference(self, version: int) -> None:
         engine, spec = self._ready()
         interval = spec.ref_update_interval
-        if spec.advantage.reference and (version == 0 or (interval and version % interval == 0)):
+        if not spec.advantage.reference:
+            return
+        if version == 0 and spec.reference_dir is not None:
+            self._reference_version = version  # loaded by `_load_own_reference`
+        elif version == 0 or (interval and version % interval == 0):
             engine.keep_reference()
             self._reference_version = version
 

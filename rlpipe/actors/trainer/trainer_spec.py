@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,14 @@ from rlpipe.config.megatron_hooks import megatron_hook_paths
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.config.train import CriticConfig, TeacherConfig, TrainConfig
-from rlpipe.model_dir import directory_here, given_directory
+from rlpipe.config.train import CheckpointConfig, CriticConfig, TeacherConfig, TrainConfig
+from rlpipe.lineage.source_weights import (
+    WeightSource,
+    adam_directory,
+    local_directory,
+    weight_sources,
+)
+from rlpipe.model_dir import directory_here
 from rlpipe.slime.args import slime_args
 
 
@@ -30,6 +37,8 @@ class TrainerSpec:
     advantage: AdvantageConfig
     rollout_temperature: float
     total_optimizer_steps: int
+    sources: Mapping[str, WeightSource]
+    """Models whose weights come from files of their own, by role."""
     ref_update_interval: int | None
     """Iterations between refreshes of the reference; None: never."""
     critic: CriticConfig | None
@@ -54,6 +63,13 @@ class TrainerSpec:
     hook_args: Any = None
     """`args` for user functions: the run's configuration under slime's names. None: no such
     functions."""
+    adam_dir: str | None = None
+    """Optimizer state of another run that this run continues, on this node (`here`). None: Adam
+    starts fresh."""
+    reference_dir: str | None = None
+    """Model directory of the first reference on this node (`here`); None: the first weights."""
+    checkpoint: CheckpointConfig = field(default=CheckpointConfig(), compare=False)
+    """Settings of the Hugging Face directories."""
     upload_timeout_s: float = 3600.0
     """Deadline for the upload of a checkpoint, and for its download."""
 
@@ -79,6 +95,7 @@ class TrainerSpec:
             advantage=config.advantage,
             rollout_temperature=config.rollout.rollout_temperature,
             total_optimizer_steps=config.total_optimizer_steps,
+            sources=weight_sources(config),
             ref_update_interval=config.ref_update_interval,
             critic=config.critic if config.uses_critic else None,
             critic_optimizer_steps=config.critic_optimizer_steps,
@@ -92,6 +109,7 @@ class TrainerSpec:
             deterministic=config.deterministic,
             observe=config.observe,
             hook_args=slime_args(config) if _has_user_functions(config) else None,
+            checkpoint=config.checkpoint,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
 
@@ -106,20 +124,27 @@ class TrainerSpec:
     def here(self) -> TrainerSpec:
         """Return the spec with model directories of this node; see `directory_here`.
 
-        Raises: ConfigError, ResourceError if a model cannot be downloaded.
+        Raises: ConfigError, ResourceError if a model cannot be downloaded; errors of a conversion.
         """
         critic, teacher = self.critic, self.teacher
-        if critic is not None and critic.hf_checkpoint is not None:
-            path = given_directory(critic.hf_checkpoint, "critic.hf_checkpoint")
-            critic = critic.model_copy(update={"hf_checkpoint": str(path)})
-        if teacher is not None and teacher.opd_teacher_load is not None:
-            path = given_directory(teacher.opd_teacher_load, "teacher.opd_teacher_load")
-            teacher = teacher.model_copy(update={"opd_teacher_load": str(path)})
+        home = Path(self.work_dir).parent
+        model_dir = directory_here(self.model_dir, self.model.source)
+        paths = {
+            role: local_directory(source, model_dir, home)
+            for role, source in self.sources.items()
+            if role != "policy"
+        }
+        if critic is not None and "critic" in paths:
+            critic = critic.model_copy(update={"hf_checkpoint": paths["critic"]})
+        if teacher is not None and "teacher" in paths:
+            teacher = teacher.model_copy(update={"opd_teacher_load": paths["teacher"]})
         return replace(
             self,
-            model_dir=directory_here(self.model_dir, self.model.source),
+            model_dir=model_dir,
             critic=critic,
             teacher=teacher,
+            adam_dir=adam_directory(self.model, model_dir, home),
+            reference_dir=paths.get("reference"),
         )
 
 

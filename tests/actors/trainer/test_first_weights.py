@@ -134,6 +134,7 @@ async def test_weights_and_reference_of_a_changed_model_are_refused(
 def spec(model: Path, **other: Any) -> Any:
     train = TrainConfig.model_validate(other)
     return SimpleNamespace(
+        sources={},
         model_dir=str(model), work_dir=str(model.parent / "run"), world_size=2, train=train
     )
 

@@ -61,6 +61,8 @@ class Job:
     iterations: tuple[int, ...] = (0, 1)
     """Iterations that are saved. One Adam step is taken in each."""
     total_steps: int = 20
+    critic: bool = False
+    """A value head takes the place of the output layer."""
     trains: bool = True
     """False: the learning rate is 0, and the saved weights are those of `release`."""
 
@@ -122,46 +124,21 @@ def _main() -> None:
 
 
 def _build(job: Job) -> tuple[Any, Any, Any]:
+    """Return the model in DDP, its optimizer and its schedule."""
     hf: Any = Namespace(**json.loads((Path(job.origin) / "config.json").read_text()))
-    config = TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=hf.head_dim,
-        qk_layernorm=True,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=job.dtype == "bfloat16",
-        params_dtype=getattr(torch, job.dtype),
-        pipeline_dtype=getattr(torch, job.dtype),
-        tensor_model_parallel_size=job.tensor,
-        pipeline_model_parallel_size=job.pipeline,
-        use_cpu_initialization=True,
-    )
-    spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    if job.fused_norms:
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-        layer.self_attention.submodules.linear_qkv = NormLinear
-        layer.mlp.submodules.linear_fc1 = NormLinear
-        layer.sharded_state_dict_keys_map = {}
+    config = _config(job, hf)
     model: Any = GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=_layers(job),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings and not job.critic,
         position_embedding_type="rope",
     )
+    if job.critic and model.post_process:
+        model.output_layer = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     sharded = job.sharding is not None
@@ -198,12 +175,52 @@ def _build(job: Job) -> tuple[Any, Any, Any]:
     return ddp, optimizer, scheduler
 
 
+def _config(job: Job, hf: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=job.dtype == "bfloat16",
+        params_dtype=getattr(torch, job.dtype),
+        pipeline_dtype=getattr(torch, job.dtype),
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        use_cpu_initialization=True,
+    )
+
+
+def _layers(job: Job) -> Any:
+    spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    if job.fused_norms:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+        layer.self_attention.submodules.linear_qkv = NormLinear
+        layer.mlp.submodules.linear_fc1 = NormLinear
+        layer.sharded_state_dict_keys_map = {}
+    return spec
+
+
 def _load_release(ddp: Any, release: Path) -> None:
     metadata = {"singleton_local_shards": False}
     model = _unwrapped(ddp)
-    request = {"model": model.sharded_state_dict(metadata=metadata)}
-    loaded: Any = dist_checkpointing.load(request, str(release), strict="assume_ok_unexpected")
-    model.load_state_dict(loaded["model"], strict=True)
+    sharded = model.sharded_state_dict(metadata=metadata)
+    if isinstance(getattr(model, "output_layer", None), torch.nn.Linear):
+        sharded = {name: each for name, each in sharded.items() if "output_layer" not in name}
+    loaded: Any = dist_checkpointing.load(
+        {"model": sharded}, str(release), strict="assume_ok_unexpected"
+    )
+    model.load_state_dict(loaded["model"], strict=False)
 
 
 def _unwrapped(ddp: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import ConfigError
 from rlpipe.slime.command_line import read_flags
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
@@ -47,3 +48,21 @@ def test_without_such_a_run_the_path_is_a_name_that_the_checks_do_not_find(runs:
     config = configured("--load-debug-rollout-data /x/rollout_{rollout_id}.pt")
     assert config.debug.load_debug_rollout_data == "rollout_-rollout_id"
     assert configured("--load-debug-rollout-data mine").debug.load_debug_rollout_data == "mine"
+
+
+def test_iterations_that_slime_has_done_are_left_out_of_the_run_but_not_of_its_schedule(
+    runs: Branches, tmp_path: Path
+):
+    folder = tmp_path / "slime" / "iter_0000001"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+    load = f"--load {folder}"
+    config = configured(f"{load} --global-batch-size 2")
+    assert (config.num_rollout, config.train.optimizer.lr_decay_steps) == (1, 6)
+    constant = configured(f"{load} --lr-decay-style constant")
+    assert (constant.num_rollout, constant.train.optimizer.lr_decay_steps) == (1, None)
+    assert configured(f"{load} --finetune").num_rollout == 3
+    assert configured("--start-rollout-id 2").num_rollout == 1
+    with pytest.raises(ConfigError) as caught:
+        configured(f"{load} --start-rollout-id 3")
+    assert caught.value.where == "--num-rollout"

@@ -1,7 +1,8 @@
-"""Megatron's configuration and weights of a Hugging Face directory, by mbridge.
+"""Megatron's configuration and weights of a Hugging Face directory, by mbridge's interface.
 
-`open_bridge` makes mbridge's bridge of a directory, `layers_of` and `model_arguments` the arguments
-of the model, and `load_weights` fills a model. `stages` yields weights by Hugging Face name.
+`open_bridge` makes the bridge of a directory (its class: `registry`), `layers_of` and
+`model_arguments` the arguments of the model, and `load_weights` fills a model. `stages` yields
+weights by Hugging Face name.
 mbridge's tables use the names of Transformer Engine's layers. Our layers are Megatron's local ones,
 so mbridge gets models through `mbridge_view`.
 """
@@ -18,9 +19,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 from rlpipe.config.arguments.names import PAD_TO
 
 # isort: split
-import mbridge
 from mbridge.core import LLMBridge
-from mbridge.core.bridge import _MODEL_REGISTRY as BRIDGES
 from mbridge.core.parallel_states import ParallelStates
 from mbridge.core.util import unwrap_model
 
@@ -32,6 +31,7 @@ from rlpipe.engines.megatron.bridges import (  # noqa: F401
     qwen_next,
 )
 from rlpipe.engines.megatron.bridges.hf_config import read_config, yarn_fields
+from rlpipe.engines.megatron.bridges.registry import bridge_class
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.layers import ValueModel, block_spec
 from rlpipe.errors import ConfigError
@@ -62,7 +62,7 @@ def open_bridge(
     pad_to: int = 1,
     **transformer: Any,
 ) -> LLMBridge:
-    """Return mbridge's bridge for this directory.
+    """Return the bridge for this directory.
 
     `transformer`: fields of TransformerConfig. `sizes`: the parallel layout; None: that of the open
     process groups. `pad_to`: as `pad_vocabulary`. Raises: ConfigError for a model that the trainer
@@ -70,7 +70,7 @@ def open_bridge(
     """
     hf_config = read_config(model_dir)
     layout = {} if sizes is None else {"parallel_states": sizes}
-    bridge = with_own_table(BRIDGES[hf_config.model_type], hf_config, dtype, **layout)
+    bridge = with_own_table(hf_config, dtype, **layout)
     # Latent attention has another configuration class with other fields.
     fields = {field.name for field in dataclasses.fields(bridge.config)}
     bridge.set_extra_args(
@@ -152,20 +152,19 @@ def mbridge_view(bridge: LLMBridge, model: torch.nn.Module) -> Any:
     return _MbridgeView(model, bridge)
 
 
-def with_own_table(
-    kind: type[LLMBridge], hf_config: Any, dtype: torch.dtype, **more: Any
-) -> LLMBridge:
-    """Make mbridge's bridge of this kind, with its own copy of the class's table of names.
+def with_own_table(hf_config: Any, dtype: torch.dtype, **more: Any) -> LLMBridge:
+    """Make the bridge of this model, with its own copy of the class's table of names.
 
     `more`: further arguments of the bridge.
     """
     # The constructor of a tied model edits the table of its class. Give the edited copy to the
     # instance and restore the class.
+    kind = bridge_class(hf_config.model_type)
     owner: Any = next(base for base in kind.__mro__ if "_DIRECT_MAPPING" in vars(base))
     table = owner._DIRECT_MAPPING
     owner._DIRECT_MAPPING = dict(table)
     try:
-        bridge: Any = mbridge.AutoBridge.from_config(hf_config, dtype=dtype, **more)
+        bridge: Any = kind(hf_config, dtype, **more)
         bridge._DIRECT_MAPPING = owner._DIRECT_MAPPING
         bridge._get_safetensor_io = WeightFiles
     finally:

@@ -15,13 +15,13 @@ import torch
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
-from mbridge.core import register_model
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from rlpipe.engines.megatron.bridges.experts import expert_groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
+from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.attention import CoreAttention
 from rlpipe.engines.megatron.model.layers import distinct_layers, require_own
 from rlpipe.engines.megatron.model.sparse import (
@@ -95,7 +95,7 @@ def _rotation(rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@register_model("deepseek_v3")
+@own_family("deepseek_v3")
 class DeepseekV3(DeepseekV3Bridge):
     """mbridge's bridge with groups of experts, all rotations and no multi-token prediction."""
 
@@ -118,7 +118,7 @@ class DeepseekV3(DeepseekV3Bridge):
         return block
 
 
-@register_model("glm4_moe_lite")
+@own_family("glm4_moe_lite")
 class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash."""
 
@@ -166,7 +166,7 @@ class SparseLatentAttention(LatentAttention):
 _INDEXER = "model.layers.{layer_number}.self_attn.indexer"
 
 
-@register_model("glm_moe_dsa")
+@own_family("glm_moe_dsa")
 class Glm5(Glm4MoeLite):
     """GLM-5, 5.2. The indexers are not trained."""
 

@@ -17,12 +17,13 @@ import torch
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
-from mbridge.core import LLMBridge, register_model
+from mbridge.core import LLMBridge
 from mbridge.models.llama import LLaMABridge
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
+from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.layers import (
     Attention,
     FeedForward,
@@ -37,7 +38,7 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
 
-@register_model("llama")
+@own_family("llama")
 class Llama(LLaMABridge):
     """mbridge's bridge with stretched rotations and tied embeddings."""
 
@@ -109,7 +110,7 @@ class FeedForwardThenNorm(FeedForward):
         )
 
 
-@register_model("glm4")
+@own_family("glm4")
 class Glm4(LLMBridge):
     """Weight names and settings of a dense GLM-4."""
 

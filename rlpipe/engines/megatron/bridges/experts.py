@@ -13,11 +13,12 @@ from typing import Any
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
-from mbridge.core import register_model
 from mbridge.models.glm4moe import GLM4MoEBridge
 from mbridge.models.mixtral import MixtralBridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
+
+from rlpipe.engines.megatron.bridges.registry import own_family
 
 
 def expert_groups(hf_config: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def expert_groups(hf_config: Any) -> dict[str, Any]:
     }
 
 
-@register_model("glm4_moe")
+@own_family("glm4_moe")
 class Glm4Moe(GLM4MoEBridge):
     """GLM-4.5, 4.5-Air, 4.6, 4.7."""
 
@@ -54,7 +55,7 @@ def softmax_router(hf_config: Any) -> dict[str, Any]:
     }
 
 
-@register_model("mixtral")
+@own_family("mixtral")
 class Mixtral(MixtralBridge):
     """Mixtral 8x7B, 8x22B: the weights of the chosen experts sum to 1."""
 
@@ -63,7 +64,7 @@ class Mixtral(MixtralBridge):
         return super()._build_base_config(*args, **fields)
 
 
-@register_model("qwen2_moe")
+@own_family("qwen2_moe")
 class Qwen2Moe(Qwen2MoEBridge):
     """Qwen1.5-MoE, Qwen2-57B-A14B: the shared expert has a gate."""
 
@@ -76,7 +77,7 @@ class Qwen2Moe(Qwen2MoEBridge):
         return super()._build_base_config(*args, **fields)
 
 
-@register_model("qwen3_moe")
+@own_family("qwen3_moe")
 class Qwen3Moe(Qwen3MoEBridge):
     """Qwen3-30B-A3B, 235B-A22B."""
 

@@ -13,7 +13,6 @@ import torch
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
-from mbridge.core import register_model
 from mbridge.models.mixtral import MixtralBridge
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
@@ -23,6 +22,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.layers import Attention, distinct_layers, require_own
 from rlpipe.errors import ConfigError
 
@@ -104,7 +104,7 @@ class NormOfAllHeadsAttention(Attention):
         return self.q_norm(query), self.k_norm(key), value
 
 
-@register_model("minimax_m2")
+@own_family("minimax_m2")
 class MiniMaxM2(MixtralBridge):
     """MiniMax-M2, M2.1, M2.5."""
 

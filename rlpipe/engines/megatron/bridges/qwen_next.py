@@ -17,11 +17,12 @@ import torch
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
-from mbridge.core import LLMBridge, register_model
+from mbridge.core import LLMBridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 
 from rlpipe.engines.megatron.bridges.experts import softmax_router
+from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.gated_delta import MixedAttention
 from rlpipe.engines.megatron.model.layers import Attention, distinct_layers, require_own
 
@@ -168,12 +169,12 @@ _SEPARATE = {
 }
 
 
-@register_model("qwen3_next")
+@own_family("qwen3_next")
 class Qwen3Next(_Experts):
     """Qwen3-Next-80B-A3B."""
 
 
-@register_model("qwen3_5_text")
+@own_family("qwen3_5_text")
 class Qwen35(_GatedDeltaBridge, Qwen2Bridge):
     """Dense text models of Qwen3.5."""
 
@@ -183,7 +184,7 @@ class Qwen35(_GatedDeltaBridge, Qwen2Bridge):
     }
 
 
-@register_model("qwen3_5_moe_text")
+@own_family("qwen3_5_moe_text")
 class Qwen35Moe(_Experts):
     """Text models of Qwen3.5 with experts. All layers have them, so there is no dense size."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Problem = tuple[str, Any, str]
 """(key, value found, expected value)."""
@@ -26,6 +26,8 @@ def words(text: str) -> frozenset[str]:
 class Family:
     """The keys and values of config.json that the bridge of one model type supports."""
 
+    source: Literal["mbridge", "rlpipe"] = "rlpipe"
+    """Source of the bridge (`registry`)."""
     reads: frozenset[str] = frozenset()
     """Keys that this bridge reads, in addition to those of every bridge."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -368,6 +370,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen2": Family(
+        source="mbridge",
         ropes=("default", "yarn"),
         reads=_WINDOWS,
         only={"attention_bias": (None, False, True), "qkv_bias": (None, True)},
@@ -389,6 +392,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen3": Family(
+        source="mbridge",
         ropes=("default", "yarn"),
         reads=_WINDOWS,
         only={"attention_bias": (None, False), "use_qk_norm": (None, True)},

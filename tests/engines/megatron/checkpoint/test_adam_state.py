@@ -114,6 +114,17 @@ def test_weights_of_a_checkpoint_that_megatron_wrote_convert_back_to_equal_bits(
 
 
 @pytest.mark.integration
+def test_a_critic_keeps_its_value_head(models, released, tmp_path):
+    saved = written(models, released, tmp_path / "saved", critic=True)
+    to_hf(saved, tmp_path / "critic", origin=Path(models["qwen3"]))
+    tensors = load_file(tmp_path / "critic" / "model.safetensors")
+    expected = load_file(saved / "iter_0000001" / "expected.safetensors")
+    for name in ("weight", "bias"):
+        assert torch.equal(tensors[f"score.{name}"], expected[f"fp32_param.output_layer.{name}"])
+    assert "lm_head.weight" not in tensors
+
+
+@pytest.mark.integration
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}, {"data": 2}])
 def test_buckets_of_several_ranks_are_joined(models, released, tmp_path, sizes):

@@ -280,7 +280,7 @@ def _write_record(folder: Path, identity: str, source: Path, report: Report) -> 
 class _Plan:
     """The source of every Hugging Face tensor, before any is read.
 
-    A unit is (source, name); the source is "model", "checkpoint" or "origin".
+    A unit is (source, name); the source is "model", "checkpoint", "head" (of a critic) or "origin".
     """
 
     def __init__(
@@ -289,8 +289,11 @@ class _Plan:
         self._meta_model = meta_model
         self._stored = stored
         self._origin = origin
+        head = stored.value_head
         split = {
-            name: meta_model.to_hf(name, tensor) for name, tensor in meta_model.tensors.items()
+            name: meta_model.to_hf(name, tensor)
+            for name, tensor in meta_model.tensors.items()
+            if not (head and name == "output_layer.weight")
         }
         self.results: dict[tuple[str, str], list[str]] = {
             ("model", name): list(parts) for name, parts in split.items()
@@ -302,7 +305,8 @@ class _Plan:
         }
         names = {name: list(parts) for name, parts in split.items()}
         extra = {("checkpoint", name): tensor for name, tensor in stored.extra_tensors.items()}
-        missing = [] if origin is None or extra else _extra_names(origin, names, meta_model)
+        missing = [] if origin is None or extra or head else _extra_names(origin, names, meta_model)
+        extra |= {("head", name): tensor for name, tensor in head.items()}
         self.notes: list[str] = []
         self._copies: dict[str, str] = {}
         """Tensor of a multi-token prediction layer → the model's tensor that it is a copy of."""
@@ -340,6 +344,7 @@ class _Plan:
             for hf_name, tensor in self._meta_model.to_hf(name, full).items()
         }
         tensors |= self._stored.read_extra(names_from("checkpoint"))
+        tensors |= self._stored.read_value_head(names_from("head"))
         return tensors | {name: self._original(name) for name in names_from("origin")}
 
     def _original(self, name: str) -> torch.Tensor:

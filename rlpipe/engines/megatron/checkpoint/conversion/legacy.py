@@ -55,6 +55,7 @@ class LegacyCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.extra_tensors = {}
+        self.value_head: dict[str, torch.Tensor] = {}
         self.layout: dict[str, Any] = {}
         matches = [match for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
         self._states = {
@@ -87,6 +88,11 @@ class LegacyCheckpoint:
 
     def read_extra(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return nothing: this format has no extra tensors."""
+        assert not names
+        return {}
+
+    def read_value_head(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return nothing: value heads of this format are not read."""
         assert not names
         return {}
 

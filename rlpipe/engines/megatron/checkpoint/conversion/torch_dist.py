@@ -60,6 +60,8 @@ from rlpipe.errors import DataError
 
 EXTRA_PREFIX = "huggingface."
 COMMON = "common.pt"
+HEAD = {"score.weight": "output_layer.weight", "score.bias": "output_layer.bias"}
+"""Hugging Face's name of a value head → its name in Megatron's model of slime."""
 _NUMBERED_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _WEIGHT = "decoder.final_layernorm.weight"
 
@@ -265,6 +267,22 @@ class Checkpoint:
         }
 
     @property
+    def value_head(self) -> dict[str, torch.Tensor]:
+        """The value head of a critic, in place of the output layer, on the meta device.
+
+        {} for a policy. Names as in Hugging Face's reward models.
+        """
+        entries = {name: self._stored.state_dict_metadata.get(key) for name, key in HEAD.items()}
+        weight = entries["score.weight"]
+        if not isinstance(weight, TensorStorageMetadata) or weight.size[0] != 1:
+            return {}
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    @property
     def tensor_sizes(self) -> dict[str, tuple[int, ...]]:
         """Key of every stored tensor → its size."""
         return {
@@ -322,6 +340,18 @@ class Checkpoint:
         extra = self.extra_tensors
         shards = {
             name: _extra_shard(name, torch.empty_like(extra[name], device="cpu")) for name in names
+        }
+        self._fill([*shards.values()])
+        return {name: shard.data for name, shard in shards.items() if shard.data is not None}
+
+    def read_value_head(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these tensors of the value head."""
+        head = self.value_head
+        shards = {
+            name: ShardedTensor.from_rank_offsets(
+                HEAD[name], torch.empty_like(head[name], device="cpu")
+            )
+            for name in names
         }
         self._fill([*shards.values()])
         return {name: shard.data for name, shard in shards.items() if shard.data is not None}
