@@ -3,6 +3,7 @@ or the user's runs."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -129,6 +130,11 @@ def two_ranks() -> Iterator[Any]:
 
 def pytest_runtest_setup() -> None:
     exempt_imports()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect everything at its end; extension modules report leaks else."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

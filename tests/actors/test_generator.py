@@ -61,7 +61,7 @@ async def _generator(
             "reward": {"function": {"type": "python", "path": f"{folder / 'reward.py'}:reward"}},
             "rollout": {
                 "n_samples_per_prompt": 4,
-                "rollout_max_response_len": 200,
+                "rollout_max_response_len": 64,
                 "flush_interval_s": 0.1,
                 **rollout,
             },
@@ -164,7 +164,7 @@ async def test_two_rollouts_run_at_once_and_the_end_of_one_does_not_affect_the_o
 @pytest.mark.integration
 async def test_another_attempt_at_an_iteration_ends_the_first_and_adopts_its_groups(live, tmp_path):
     generator = await _generator(
-        live, tmp_path, {"rollout_batch_size": 36}, engine={"server_concurrency": 8}
+        live, tmp_path, {"rollout_batch_size": 18}, engine={"server_concurrency": 8}
     )
     planned = await generator.plan(DRIVER, 0, DataState())
     first = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
@@ -172,7 +172,7 @@ async def test_another_attempt_at_an_iteration_ends_the_first_and_adopts_its_gro
     second = await generator.rollout(DRIVER, planned["plan"])
     with pytest.raises(RolloutAbandoned):
         await first
-    assert second["outputs"]["adopted_groups"] >= 2 and len(_samples(tmp_path, second)) == 36
+    assert second["outputs"]["adopted_groups"] >= 2 and len(_samples(tmp_path, second)) == 18
     assert await generator.progress(0) == {"done": 0, "total": 0, "tokens": 0}
 
 
