@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from rlpipe.config.load import PRESETS, load_run, presets
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
-from rlpipe.engines.megatron.bridges.bridge import BRIDGES, LOCAL, with_own_table
+from rlpipe.engines.megatron.bridges.bridge import LOCAL, with_own_table
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
 from rlpipe.engines.megatron.bridges.supported import check_config
 from rlpipe.engines.megatron.model.build import split_arguments
@@ -323,9 +323,7 @@ def test_a_preset_fits_the_real_model(recipe, preset):
         ep_size=parallel.expert_model_parallel_size,
         etp_size=parallel.expert_tensor_parallel_size,
     )
-    bridge = with_own_table(
-        BRIDGES[config.model_type], config, torch.bfloat16, parallel_states=sizes
-    )
+    bridge = with_own_table(config, torch.bfloat16, parallel_states=sizes)
     bridge.set_extra_args(**LOCAL, sequence_parallel=parallel.sequence_parallel, **for_transformer)
     stages = [
         get_num_layers_to_build(bridge.config, pp_rank=stage) for stage in range(sizes.pp_size)
