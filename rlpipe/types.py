@@ -98,7 +98,7 @@ class Sample:
     index: int = 0
     prompt: Prompt = ""
     prompt_ids: list[int] = field(default_factory=list)
-    label: str | None = None
+    label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     response: str = ""

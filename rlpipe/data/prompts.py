@@ -24,9 +24,11 @@ from typing import Any, TypeVar
 from rlpipe.config.data import FilePrompts, PromptSource
 from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
 from rlpipe.errors import DataError
+from rlpipe.store.labels import label_text
 from rlpipe.types import Prompt
 
 Part = TypeVar("Part")
+Label = str | dict[str, Any] | list[Any]
 PLAIN_PROMPT = "{prompt}"
 """The `prompt_format` that changes nothing."""
 RowRange = tuple[str, range]
@@ -41,7 +43,7 @@ class PromptRow:
     """
 
     prompt: Prompt
-    label: str | None = None
+    label: Label | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     where: str = ""
 
@@ -192,9 +194,9 @@ def _prompt(value: Any, where: str) -> Prompt:
     )
 
 
-def _label(value: Any, where: str) -> str:
-    """Return a string unchanged and a finite number as a string."""
-    if isinstance(value, str):
+def _label(value: Any, where: str) -> Label:
+    """Return a string, an object or a list unchanged and a finite number as a string."""
+    if isinstance(value, str | dict | list):
         return _storable(value, "label", where)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
@@ -202,13 +204,13 @@ def _label(value: Any, where: str) -> str:
         "not a label",
         where=where,
         found=f"{type(value).__name__} {excerpt(value)}",
-        expected="a string or a number",
+        expected="a string, a number, or an object for a function of yours",
     )
 
 
-def _matched(label: str, pattern: str, where: str) -> str:
+def _matched(label: Label, pattern: str, where: str) -> str:
     """Return the first group of the pattern. Raises: DataError without a match."""
-    match = re.search(pattern, label)
+    match = re.search(pattern, label) if isinstance(label, str) else None
     if match is None or match[1] is None:
         raise DataError(
             "prompts.label_pattern does not match the label",
@@ -274,6 +276,8 @@ def _storable(value: Any, description: str, where: str) -> Any:
     # Plans are UTF-8 JSON: NaN, infinity, bytes and half surrogate pairs cannot be stored.
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        if description == "label":
+            label_text(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"the {description} cannot be written as JSON", where=where, found=str(error)

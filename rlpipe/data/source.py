@@ -28,6 +28,7 @@ from rlpipe.data.tokens import (
     encode_supervised,
 )
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.store.labels import label_text
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Prompt
 
 if TYPE_CHECKING:
@@ -351,7 +352,7 @@ def _planned_group(
         group_id=group_id,
         prompt=encoded.prompt,
         prompt_ids=encoded.prompt_ids,
-        label=row.label,
+        label=label_text(row.label),
         metadata=_with_messages(row, encoded.prompt, data) if keep_messages else row.metadata,
         seeds=tuple(
             sample_seed(data.rollout_seed, group_id, index) for index in range(num_samples)

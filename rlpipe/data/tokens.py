@@ -133,6 +133,13 @@ def encode_supervised(
     Raises: DataError naming the row if it has no answer, no trained token, a too long answer, or a
     too long prompt with `data.overlong_prompts: error`.
     """
+    if not isinstance(row.label, str | None):
+        raise DataError(
+            "the answer of a supervised row is no text",
+            where=row.where,
+            found=type(row.label).__name__,
+            expected="a string in the column of prompts.label_key",
+        )
     if data.apply_chat_template:
         encoded = _encode_chat(tokenizer, row, data, rollout)
     else:
@@ -236,7 +243,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> Encoded:
-    if row.label is None:
+    if not isinstance(row.label, str):
         raise DataError(
             "a supervised row needs an answer",
             where=row.where,

@@ -130,7 +130,7 @@ def _prompt_row(group: Any, where: str) -> PromptRow:
         _check_lost_fields(sample, where)
     return PromptRow(
         prompt,
-        None if label is None else str(label),
+        label if isinstance(label, dict | list | None) else str(label),
         dict(getattr(first, "metadata", None) or {}),
         where,
     )

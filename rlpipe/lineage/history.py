@@ -27,6 +27,7 @@ from rlpipe.observe.run_history import (
     SampleChange,
 )
 from rlpipe.store.branches import Branches
+from rlpipe.store.labels import label_text
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.shards import read_rows
@@ -194,9 +195,8 @@ def _change(before: Sample, after: Sample) -> SampleChange:
     prompt = before.prompt
     if not isinstance(prompt, str):
         prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-    return SampleChange(
-        prompt, before.response, after.response, before.label, before.reward, after.reward
-    )
+    label = label_text(before.label)
+    return SampleChange(prompt, before.response, after.response, label, before.reward, after.reward)
 
 
 def _totals(

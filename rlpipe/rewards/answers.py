@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from rlpipe.errors import DataError
 from rlpipe.rewards.notation import quantity, tidy
+from rlpipe.types import Sample
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _STATED = re.compile(r"(?i)\banswer\b(?:\s+(?:is|are)\b)?\s*[*_`]*\s*[:=]?\s*[*_`]*\s*([^\n]+)")
@@ -36,6 +38,19 @@ class Box(NamedTuple):
     end: int
     content: str | None
     """Its content, without boxes in it; None if the box is not closed."""
+
+
+def text_label(sample: Sample) -> str:
+    """Return the label of a sample, empty without one. Raises: DataError unless it is text."""
+    if not isinstance(sample.label, str | None):
+        raise DataError(
+            "the label is no text, which the named rewards compare",
+            where="label",
+            found=f"{type(sample.label).__name__} {sample.label!r}"[:200],
+            expected="a string",
+            do="set prompts.label_key to a column of text, or write a reward function",
+        )
+    return sample.label or ""
 
 
 def without_end(response: str) -> str:

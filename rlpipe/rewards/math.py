@@ -20,7 +20,7 @@ import re
 from math_verify import parse, verify
 
 from rlpipe.errors import DataError
-from rlpipe.rewards.answers import after_thinking, boxed, boxes, joined_boxes, stated
+from rlpipe.rewards.answers import after_thinking, boxed, boxes, joined_boxes, stated, text_label
 from rlpipe.rewards.notation import (
     Listed,
     is_worded,
@@ -53,7 +53,7 @@ def reward(sample: Sample) -> dict[str, float]:
     Raises: DataError if the label is missing or has no comparable content; any exception of
     math-verify.
     """
-    label = sample.label or ""
+    label = text_label(sample)
     label = boxed(label) or label
     if not any(letter.isalnum() or letter in "\\∅∞√πθ" for letter in tidy(label)):
         raise DataError(

@@ -31,7 +31,7 @@ from typing import Any
 
 from rlpipe.config.data import MathReward, ReasoningGymReward, RowReward, RuleReward
 from rlpipe.errors import DataError
-from rlpipe.rewards.answers import after_thinking, boxed, plain, same
+from rlpipe.rewards.answers import after_thinking, boxed, plain, same, text_label
 from rlpipe.types import Sample
 
 Rule = Callable[[Sample], dict[str, float]]
@@ -203,13 +203,14 @@ def _boxed(rule: Rule) -> Rule:
 
 
 def _label(sample: Sample) -> str:
-    if not sample.label or not plain(sample.label):
+    label = text_label(sample)
+    if not plain(label):
         raise DataError(
             "the row has no label to compare the response with",
             where="label",
             found=repr(sample.label),
         )
-    return sample.label
+    return label
 
 
 def _words(text: str) -> list[str]:
@@ -237,7 +238,7 @@ def _choices(metadata: Mapping[str, Any]) -> list[str]:
 def _correct_letter(sample: Sample, choices: list[str], letters: list[str]) -> str:
     """Return the letter of the correct choice. Raises: DataError if it is unknown."""
     letter_of_row = sample.metadata.get("correct_letter")
-    label = (sample.label or "").strip()
+    label = text_label(sample).strip()
     candidates = [str(letter_of_row or "").strip().upper(), label.upper()]
     if label.isdigit() and int(label) < len(letters):
         candidates.append(letters[int(label)])

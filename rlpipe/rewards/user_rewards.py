@@ -18,8 +18,8 @@ A class is instantiated once with `arguments`. Each form can be `async`. Names a
 parameters decide the form; a function that has none of them is refused at start-up.
 
 Entry points: `load_custom`, `needed_columns`, `reads_messages`.
-Source: TRL, docs/source/rewards.md. Differs: labels are strings, there is no `trainer_state`, and
-None is an error and not an absent reward.
+Source: TRL, docs/source/rewards.md. Differs: labels that are numbers are strings, there is no
+`trainer_state`, and None is an error and not an absent reward.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generation import Generation, merged_runs
+from rlpipe.store.labels import label_value
 from rlpipe.store.routed_experts import within
 from rlpipe.types import STATUS_OF_REASON, PlannedGroup, Sample, Status, WeightVersion
 
@@ -191,7 +192,7 @@ def planned_sample(group: PlannedGroup, index: int) -> Sample:
         index=index,
         prompt=group.prompt,
         prompt_ids=list(group.prompt_ids),
-        label=group.label,
+        label=label_value(group.label),
         metadata=dict(group.metadata),
         seed=group.seeds[index],
     )

@@ -257,7 +257,8 @@ def _check_columns(sample: Sample, limits: Limits, where: str) -> None:
     except (TypeError, ValueError) as error:
         raise _error("prompt or metadata cannot be written as JSON", where, found=error) from error
     sample.response = str(sample.response)
-    sample.label = None if sample.label is None else str(sample.label)
+    if not isinstance(sample.label, dict | list | None):
+        sample.label = str(sample.label)
 
 
 def _read_teacher_log_probs(sample: Sample, limits: Limits, where: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.errors import DataError, ObjectCorrupt
+from rlpipe.store.labels import label_text, label_value
 from rlpipe.store.parquet.arrays import from_experts, ragged
 from rlpipe.store.parquet.schema import REWARDS, SAMPLES, make_table
 from rlpipe.store.routed_experts import one_per_token, rows_of
@@ -61,6 +62,7 @@ def samples_to_table(
     values: dict[str, Any] = {name: [getattr(one, name) for one in samples] for name in FIELDS}
     values["prompt"] = [_to_json(one.prompt, where, row) for row, one in enumerate(samples)]
     values["metadata"] = [_to_json(one.metadata, where, row) for row, one in enumerate(samples)]
+    values["label"] = [_to_label(one.label, where, row) for row, one in enumerate(samples)]
     values["weight_versions"] = [
         [{"tokens": tokens, "version": version} for tokens, version in runs]
         for runs in values["weight_versions"]
@@ -129,6 +131,15 @@ def _to_json(value: Any, where: str, row: int) -> str:
         ) from error
 
 
+def _to_label(label: Any, where: str, row: int) -> str | None:
+    try:
+        return label_text(label)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            "the label cannot be stored", where=f"{where} row {row}", found=error
+        ) from error
+
+
 def _metadata(text: str) -> dict[str, Any]:
     value = from_json(text, "metadata")
     if not isinstance(value, dict):
@@ -183,6 +194,7 @@ def _to_arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
 READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
     "prompt": lambda column: [from_json(text, "prompt") for text in column.to_pylist()],
     "metadata": lambda column: [_metadata(text) for text in column.to_pylist()],
+    "label": lambda column: [label_value(text) for text in column.to_pylist()],
     "prompt_ids": _to_lists,
     "response_ids": _to_lists,
     "rollout_log_probs": _to_lists,
