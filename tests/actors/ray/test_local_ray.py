@@ -67,6 +67,7 @@ for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
     for connection in process.net_connections():
         if connection.status == psutil.CONN_LISTEN:
             print(connection.laddr.ip)
+print(*(" ".join(process.cmdline()) for process in psutil.Process().children()), file=sys.stderr)
 """
 
 
@@ -102,12 +103,18 @@ def test_a_local_ray_accepts_only_clients_with_its_token(local_ray: str, tmp_pat
 
 
 @pytest.mark.integration
-def test_a_local_ray_listens_on_the_loopback_interface_only(tmp_path: Path):
+def test_a_local_ray_listens_on_the_loopback_interface_only_without_unused_processes(
+    tmp_path: Path,
+):
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, "-c", LISTENS, str(tmp_path)]
     ended = subprocess.run(
         program, env=own, capture_output=True, text=True, timeout=120, check=True
     )
+    started = ended.stderr
+    assert "gcs_server" in started and "raylet" in started
+    for unused in ("log_monitor.py", "monitor.py", "dashboard/dashboard.py"):
+        assert unused not in started, started
     listening = [ipaddress.ip_address(word) for word in ended.stdout.split()]
     assert len(listening) > 3
     for ip in listening:
