@@ -35,6 +35,8 @@ from rlpipe.system.megatron_weights import converted_directory
 from rlpipe.system.plain_files import open_plain, read_plain, require_plain
 from rlpipe.system.project import in_project
 
+PREDICTION_LAYERS = ("model.mtp_layers.", "mtp.")
+"""Prefixes of weights for multi-token prediction: of MiMo, of Qwen3-Next and Qwen3.5."""
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",

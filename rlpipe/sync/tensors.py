@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlpipe.errors import ConfigError, SyncError
+from rlpipe.model_dir import PREDICTION_LAYERS
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 """Hugging Face name and tensor of each weight."""
@@ -55,7 +56,8 @@ def expected_shapes(model_dir: str | Path) -> dict[str, tuple[int, ...]]:
     return {
         name: shape
         for name, shape in shapes.items()
-        if not (match := _LAYER.match(name)) or int(match[1]) < num_layers
+        if not name.startswith(PREDICTION_LAYERS)
+        and (not (match := _LAYER.match(name)) or int(match[1]) < num_layers)
     }
 
 

@@ -29,11 +29,12 @@ def test_tensors_that_engines_do_not_hold_are_refused(tmp_path):
     assert list(check_tensors([("lm_head.weight", good)], expected, set())) == []
 
 
-def test_layers_of_multi_token_prediction_are_not_expected(tmp_path):
+@pytest.mark.parametrize("layer", ["model.layers.2", "model.mtp_layers.0", "mtp.layers.0"])
+def test_layers_of_multi_token_prediction_are_not_expected(tmp_path, layer: str):
     make_model(tmp_path / "model", seed=0)
     before = expected_shapes(tmp_path / "model")
     save_file(
-        {"model.layers.2.eh_proj.weight": torch.zeros(3, 2)},
+        {f"{layer}.eh_proj.weight": torch.zeros(3, 2)},
         tmp_path / "model" / "draft.safetensors",
     )
     assert expected_shapes(tmp_path / "model") == before

@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from rlpipe.engines.megatron.bridges.stages import full_weights
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.build import ScoringModel
+from rlpipe.model_dir import PREDICTION_LAYERS
 
 MAX_FILE_BYTES = 5 * 1024**3
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-PREDICTION = ("model.mtp_layers.", "mtp.")
-"""Prefixes of the layers for multi-token prediction of MiMo, and of Qwen3-Next and Qwen3.5."""
 COPIES = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
@@ -70,7 +69,7 @@ def with_untrained_layers(
     files = WeightFiles(str(source))
     for name in sorted(files.names):
         match = LAYER.fullmatch(name)
-        if name.startswith(PREDICTION):
+        if name.startswith(PREDICTION_LAYERS):
             yield name, files.load_one_hf_weight(name)
         elif match and int(match[1]) >= hf_config.num_hidden_layers:
             copied = trained.get(COPIES.get(match[2], ""))
