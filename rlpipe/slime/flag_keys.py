@@ -23,9 +23,11 @@ from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS, LOSS_TYPES
 from rlpipe.slime.command_line import ParsedFlags
+from rlpipe.slime.differences import fixed_differences, scores_at_two_temperatures
 from rlpipe.slime.evaluation_flags import datasets
-from rlpipe.slime.model_flags import continues_optimizer, iterations_done, model_source
+from rlpipe.slime.model_flags import iterations_done, model_source
 from rlpipe.slime.reward_flags import reward_function
+from rlpipe.system.megatron_weights import is_megatron_checkpoint
 from rlpipe.slime.server_groups import engine_layout, layout_difference
 
 BASE = Path(__file__).with_name("slime.yaml")
@@ -54,6 +56,10 @@ CRITIC_FLAGS = {
     "save": "critic_save",
 }
 """Name in the critic's part of `--megatron-config-path` → flag."""
+
+
+STORE_OF_SLIMES_FOLDER = "rlpipe"
+"""Folder of the store if --save has a checkpoint of slime."""
 
 
 def keys_of(flags: ParsedFlags) -> Keys:
@@ -100,58 +106,19 @@ def overrides_of(flags: ParsedFlags) -> list[str]:
 def differences(flags: ParsedFlags) -> list[str]:
     """Return one sentence for each flag with another result than in slime."""
     values, _ = _with_files(flags.own)
-    estimator = values.get("advantage_estimator")
-    sentences = []
-    if values.get("rollout_top_p", 1.0) != 1.0:
-        sentences.append(
-            "--rollout-top-p: log-probs are those of the full distribution; slime uses those of "
-            "the nucleus"
-        )
-    if values.get("use_rollout_logprobs") and (values.get("kl_coef") or values.get("use_opd")):
-        sentences.append(
-            "--use-rollout-logprobs: the KL in the reward and the distillation term use the "
-            "trainer's log-probs; slime uses the engine's"
-        )
-    if values.get("keep_old_actor"):
-        sentences.append(
-            "--keep-old-actor: log-probs of the weights that sampled are the engine's; slime "
-            "computes them again in the trainer"
-        )
-    if estimator == "ppo" and values.get("kl_coef"):
-        sentences.append(
-            "--kl-coef with ppo: the critic learns returns with the KL; slime's learns returns "
-            "without it"
-        )
-    if values.get("partial_rollout") and not values.get("mask_offpolicy_in_partial_rollout"):
-        sentences.append(
-            "--partial-rollout: a group with tokens older than async_buffer_size is sampled again; "
-            "slime trains on it. --mask-offpolicy-in-partial-rollout keeps these tokens with loss "
-            "mask 0, in both"
-        )
+    sentences = fixed_differences(values)
     if values.get("rollout_function_path") == FULLY_ASYNC and not values.get("async_buffer_size"):
         sentences.append(
             f"--rollout-function-path: samples are at most {_least_ahead(values)} weight versions "
             "old (--async-buffer-size); slime's fully asynchronous rollout has no bound"
-        )
-    if (difference := layout_difference(values)) is not None:
-        sentences.append(difference)
-    if values.get("ci_test"):
-        sentences.append(
-            "--ci-test: a difference of engine and trainer above the threshold fails an iteration; "
-            "slime's bounds of the KL in the first step and of its own tests are not checked"
         )
     if done := iterations_done(values):
         sentences.append(
             f"--load: {done} iterations of --num-rollout are done. This run has the others, and "
             "counts them from 0; prompts start from the beginning of the data"
         )
-    if continues_optimizer(values) and estimator == "ppo":
-        sentences.append("--load: the critic's optimizer starts fresh")
-    if estimator == "cispo" and values.get("eps_clip", 0.2) < 1:
-        sentences.append(
-            "--eps-clip with cispo: the lower bound of the ratio is active, as in slime; the "
-            "paper's is --eps-clip 1.0"
-        )
+    if (difference := layout_difference(values)) is not None:
+        sentences.append(difference)
     return sentences
 
 
@@ -297,6 +264,8 @@ def _kl(values: Values) -> Keys:
             keys["advantage.kl_type"] = values["kl_loss_type"]
     if values.get("use_opd") and values.get("opd_type") == "sglang" and "rm_url" in values:
         keys["teacher.url"] = values["rm_url"]
+    if scores_at_two_temperatures(values):
+        keys["teacher.other_temperature"] = True
     return keys
 
 
@@ -373,7 +342,12 @@ def _store(values: Values) -> Keys:
     save = values.get("save")
     if not save:
         return {}
-    return {"store.root": save if "://" in save else str(Path(save).absolute())}
+    if "://" in save:
+        return {"store.root": save}
+    # An audit of the store would report slime's files as unexplained.
+    folder = Path(save).absolute()
+    root = folder / STORE_OF_SLIMES_FOLDER if is_megatron_checkpoint(folder) else folder
+    return {"store.root": str(root)}
 
 
 def _other_keys(values: Values) -> Keys:

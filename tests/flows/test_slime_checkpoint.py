@@ -77,7 +77,8 @@ def test_a_run_continues_slimes_checkpoint_and_its_lineage_names_it(
     with LiveRun(home, *arguments(folders)) as run:
         assert run.finish(900.0) == 0, run.output
         assert "2 iterations of --num-rollout are done" in run.output
-    files = Files(folders["run"])
+    root = folders["run"] / "rlpipe"
+    files = Files(root)
     nodes, branches = Nodes(files), Branches(files)
     assert branches.committed("continued") == [0, 1]
 
@@ -102,7 +103,7 @@ def test_a_run_continues_slimes_checkpoint_and_its_lineage_names_it(
     assert exported.keys() == load_file(folders["model"] / "model.safetensors").keys()
     assert any(not torch.equal(exported[name], first[name]) for name in exported)
 
-    store = ["--store", str(folders["run"])]
+    store = ["--store", str(root)]
     command(home, "tools.audit", "verify", "--run", "continued", *store)
     assert "sources" in command(home, "tools.audit", "lineage", "--run", "continued", *store)
     command(home, "tools.replay", "continued", *store)

@@ -54,6 +54,7 @@ def test_a_checkpoint_in_load_continues_its_optimizer_and_its_iterations(tmp_pat
     for save in ("/elsewhere", load):
         words = f"{BASE} --load {load} --save {save}"
         assert keys(words)["model.source"] == checkpoint | {"megatron_optimizer": True}
+        assert keys(words)["store.root"] == str(load / "rlpipe" if save == load else save)
         assert iterations_done(read_flags(words.split()).own) == 21
         (sentence,) = differences(read_flags(words.split()))
         assert "21 iterations" in sentence

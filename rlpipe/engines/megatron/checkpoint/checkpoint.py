@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlpipe.engines.megatron import reproducibility
-from rlpipe.errors import TrainerError
+from rlpipe.errors import ConfigError, TrainerError
 from rlpipe.system.megatron_weights import RELEASE
 
 # isort: split
@@ -150,7 +150,7 @@ def load(
 def load_adam_state(trained: TrainedModel, folder: str | Path) -> None:
     """Restore Adam and the schedule from a converted optimizer state (`convert.to_adam_state`).
 
-    Collective. The weights must be loaded already. Raises: TrainerError.
+    Collective. The weights must be loaded already. Raises: ConfigError for another dtype.
     """
     metadata = _metadata(trained)
     request = _model_state(trained, metadata, loading=True, weights_only=False)["optimizer"]
@@ -161,6 +161,16 @@ def load_adam_state(trained: TrainedModel, folder: str | Path) -> None:
                 "optimizer.state.param.", "optimizer.state.fp32_param.", 1
             )
     state = _read({"optimizer": request}, Path(folder))
+    dtype = str(trained.bridge.config.params_dtype)
+    if state["weights_dtype"] != dtype:
+        raise ConfigError(
+            "the optimizer state belongs to weights of another dtype",
+            where="model.dtype",
+            found=dtype,
+            expected=f"{state['weights_dtype']}, as in {folder}",
+            do="set model.dtype, or take the weights only: model.source.megatron_optimizer=false "
+            "(--no-load-optim)",
+        )
     optimizer = _with_plain_values(state["optimizer"], request)
     step = int(state["adam_step"])
     for adam in _adam_states(optimizer):

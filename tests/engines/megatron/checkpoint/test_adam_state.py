@@ -27,7 +27,7 @@ from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.system.ports import free_port
-from tests.engines.megatron.ranks import engine
+from tests.engines.megatron.ranks import _train, engine
 from tests.engines.megatron.slime_checkpoint import Job, write
 
 TE_NAMES = {
@@ -224,3 +224,42 @@ def test_fused_norms_precede_the_weight_of_their_linear_layer():
     assert _fused_norms(local) == expected
     experts = [f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.router.weight"]
     assert _fused_norms(experts) == experts
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("distributed", [True, False])
+def test_adam_of_experts_continues_with_equal_bits(models, tmp_path, distributed):
+    """From a checkpoint of our own trainer, which is fully_reshardable or not sharded."""
+    train = TrainConfig(use_distributed_optimizer=distributed)
+    digests = []
+    for source in ("trained", "continued"):
+        model_dir = models["qwen3_moe"] if source == "trained" else str(tmp_path / "weights")
+        ours = engine(model_dir, train, 0, 1, free_port(), dtype="bfloat16")
+        try:
+            ours.load_hf()
+            if source == "trained":
+                _train(ours, [0, 1])
+                ours.save_checkpoint(tmp_path / "saved", 1)
+            else:
+                ours.load_adam_state(tmp_path / "adam")
+            digests.append((ours.state_digest(), _train(ours, [2])))
+        finally:
+            ours.close()
+        if source == "trained":
+            to_hf(tmp_path / "saved", tmp_path / "weights")
+            to_adam_state(tmp_path / "saved", tmp_path / "adam", origin=Path(models["qwen3_moe"]))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.integration
+def test_the_optimizer_state_of_another_dtype_is_refused(models, released, tmp_path):
+    saved = written(models, released, tmp_path / "saved")
+    to_adam_state(saved, tmp_path / "adam", origin=Path(models["qwen3"]))
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port(), dtype="bfloat16")
+    try:
+        ours.load_hf()
+        with pytest.raises(ConfigError) as caught:
+            ours.load_adam_state(tmp_path / "adam")
+        assert caught.value.where == "model.dtype"
+    finally:
+        ours.close()

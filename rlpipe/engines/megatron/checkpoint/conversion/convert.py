@@ -230,7 +230,8 @@ def to_adam_state(
             for number in range(len(files)):
                 progress(number, len(files), f"{number + 1} of {len(files)}")
                 report.reused_files += not writer.write(number)
-            writer.finish({"adam_step": adam.step, "schedule_steps": adam.schedule_steps})
+            steps = {"adam_step": adam.step, "schedule_steps": adam.schedule_steps}
+            writer.finish({**steps, "weights_dtype": str(stored.dtype)})
     report.seconds = time.monotonic() - start
     return report
 
