@@ -256,10 +256,12 @@ class RunConfig(Config):
         if self.advantage.use_opd and self.teacher.opd_type is None:
             raise ValueError("advantage.use_opd needs a teacher: set teacher.opd_type")
         temperature = self.rollout.rollout_temperature
-        if self.advantage.use_opd and self.teacher.opd_type == "sglang" and temperature != 1:
+        scores_at_one = self.advantage.use_opd and self.teacher.opd_type == "sglang"
+        if scores_at_one and temperature != 1 and not self.teacher.other_temperature:
             raise ValueError(
                 f"teacher.opd_type: sglang scores at temperature 1, but "
-                f"rollout.rollout_temperature is {temperature}; use opd_type: megatron"
+                f"rollout.rollout_temperature is {temperature}; use opd_type: megatron, or accept "
+                "it with teacher.other_temperature: true"
             )
         supervised = self.rollout.type == "dataset"
         if self.teacher_of_samples and supervised:

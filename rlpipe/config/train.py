@@ -211,6 +211,9 @@ class TeacherConfig(Config):
     url: str | None = None
     """`sglang`: address of the server or router, such as `http://10.0.0.5:30000` (slime:
     `--rm-url`)."""
+    other_temperature: bool = False
+    """`sglang`: accept a rollout.rollout_temperature other than 1. The distillation term then
+    compares log-probs at two temperatures, as in slime."""
     timeout_s: float = Tuning(default=600.0, gt=0)
     """`sglang`: deadline of scoring one batch."""
 

@@ -193,7 +193,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "advantage.opd_kl_coef teacher", lambda c: c.advantage.use_opd, "advantage.use_opd: true"
     ),
     _needs(
-        "teacher.url teacher.timeout_s",
+        "teacher.url teacher.timeout_s teacher.other_temperature",
         lambda c: c.teacher.opd_type == "sglang",
         "teacher.opd_type: sglang",
     ),

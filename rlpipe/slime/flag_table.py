@@ -395,11 +395,19 @@ SLIME: tuple[Flag, ...] = (
     ),
     neutral("ref_micro_batch_size", "int", None, "slime ignores it, too"),
     # mtp training
-    refused("mtp_num_layers", "int", None, "multi-token prediction heads are not trained"),
-    refused(
-        "mtp_loss_scaling_factor", "float", 0.2, "multi-token prediction heads are not trained"
+    neutral("mtp_num_layers", "int", None, "layers for multi-token prediction keep their weights"),
+    neutral(
+        "mtp_loss_scaling_factor",
+        "float",
+        0.2,
+        "layers for multi-token prediction keep their weights",
     ),
-    refused("enable_mtp_training", "on", False, "multi-token prediction heads are not trained"),
+    neutral(
+        "enable_mtp_training",
+        "on",
+        False,
+        "layers for multi-token prediction keep their weights",
+    ),
     # slime's own tests
     neutral("padded_vocab_size", "int", None, "the vocabulary is padded for tensor parallelism"),
     built("ci_test", "on", False, "gates.bounds"),

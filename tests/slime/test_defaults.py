@@ -198,6 +198,7 @@ def test_clip_ranges_are_slimes_on_a_command_line_and_the_papers_in_a_recipe(
 
 
 REQUIRED_FLAGS = {
+    "sequence_parallel": "--tensor-model-parallel-size 2",
     "critic_num_nodes": "--advantage-estimator ppo --critic-num-gpus-per-node 1",
     "critic_num_gpus_per_node": "--advantage-estimator ppo",
     "rollout_num_gpus_per_engine": "--rollout-num-gpus 2",
@@ -243,6 +244,7 @@ VALUES = {
     "eval_config": "eval.yaml",
     "megatron_config_path": "roles.yaml",
     "sglang_config": "groups.yaml",
+    "save_hf": "/x/{rollout_id}",
 }
 KINDS = {
     "int": "2",
@@ -329,6 +331,9 @@ def test_a_weight_bound_below_one_is_accepted_without_rejection():
         ("--advantage-estimator ppo --kl-coef 0.1", "the critic learns"),
         ("--partial-rollout", "sampled again"),
         ("--advantage-estimator cispo", "lower bound"),
+        ("--use-opd --opd-type sglang --rollout-temperature 0.8", "scores at temperature 1"),
+        ("--enable-mtp-training", "keep their weights"),
+        ("--keep-old-actor", "the engine's"),
     ],
 )
 def test_differences_from_slime_are_reported(words: str, expected: str):

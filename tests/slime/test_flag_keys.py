@@ -117,6 +117,7 @@ def test_args_have_the_values_of_the_command_line():
         ),
         ("--recompute-activations", "train.megatron.recompute_granularity", "selective"),
         ("--keep-old-actor", "train.loss.use_rollout_logprobs", True),
+        ("--sequence-parallel", "train.parallel.sequence_parallel", False),
         ("--sglang-enable-dp-attention", "engine.sglang.enable_dp_attention", True),
         ("--sglang-context-length 4096", "engine.sglang.context_length", 4096),
         ("--sglang-log-level INFO", "engine.sglang.log_level", "INFO"),
@@ -157,6 +158,23 @@ def test_args_have_the_values_of_the_command_line():
 )
 def test_flags_of_each_category_set_their_keys(words: str, key: str, value: Any):
     assert keys(words) == {key: value}
+
+
+def test_several_tensor_parallel_ranks_keep_sequence_parallelism():
+    given = keys("--sequence-parallel --tensor-model-parallel-size 2")
+    assert given["train.parallel.sequence_parallel"] is True
+
+
+def test_a_teacher_s_server_is_accepted_at_another_temperature():
+    config = loaded(
+        f"{LAUNCH} --use-opd --opd-type sglang --rm-url http://teacher:1 --custom-rm-path a.b.c"
+    )
+    assert config.rollout.rollout_temperature == 0.8 and config.teacher.other_temperature
+
+
+def test_a_supervised_rollout_renders_messages_without_a_flag():
+    given = keys("--rollout-function-path slime.rollout.sft_rollout.generate_rollout")
+    assert given == {"rollout.type": "dataset", "data.apply_chat_template": True}
 
 
 @pytest.mark.parametrize(
