@@ -248,13 +248,13 @@ class Sample:
         """
         tokens = [int(token) for token in (() if tokens is None else tokens)]
         log_probs = [float(number) for number in (() if log_probs is None else log_probs)]
-        expected = len(tokens) if trainable else 0
-        if len(log_probs) != expected:
+        if len(log_probs) != trainable * len(tokens):
             raise ValueError(f"{len(log_probs)} log-probs, expected one per trainable token")
         before = self.response_length
         self.response_length = before  # tokens set since then are the prompt's, as in slime
         self.settle_lengths()
-        self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
+        self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+        self.loss_mask += [int(trainable)] * len(tokens)  # in place: functions keep the list
         log_probs = log_probs or [0.0] * len(tokens)
         self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *log_probs]
         self.response_ids = [*self.response_ids, *tokens]

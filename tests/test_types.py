@@ -159,6 +159,16 @@ def test_truncated_and_aborted_set_the_status():
     assert one.status == Sample.Status("aborted")
 
 
+def test_a_mask_that_a_function_keeps_grows_with_the_sample():
+    sample = Sample()
+    mask = sample.loss_mask = []
+    sample.tokens = [1, 2]
+    sample.append_response_tokens(tokens=[3, 4], log_probs=[-0.5, -0.5])
+    sample.append_response_tokens(tokens=[5], trainable=False)
+    assert mask == [1, 1, 0] and sample.loss_mask is mask
+    assert (sample.prompt_ids, sample.response_ids) == ([1, 2], [3, 4, 5])
+
+
 def test_what_is_appended_carries_masks_and_log_probs():
     one = sample()
     one.append_response_tokens(
