@@ -21,7 +21,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.rollout.agent.replies import ReplyText, ToolCall, ToolOffer
+from rlpipe.rollout.agent.replies import ReplyText, ToolCall, ToolOffer, stable_prefix
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -153,11 +153,9 @@ class SglangReplies:
             return None
         detector = ReasoningParser(name, tokenizer=self.tokenizer).detector
         # Some templates begin or skip the reasoning in the prompt.
-        begins_inside: bool | None = None
-        if prompt_end.rstrip().endswith(detector.think_start_token):
-            begins_inside = True
-        elif prompt_end.rstrip().endswith(detector.think_end_token):
-            begins_inside = False
+        if prompt_end.rstrip().endswith(detector.think_end_token):
+            return None
+        begins_inside = prompt_end.rstrip().endswith(detector.think_start_token) or None
         return ReasoningParser(name, force_reasoning=begins_inside, tokenizer=self.tokenizer)
 
 
@@ -180,7 +178,8 @@ class SglangReader:
         self._prompt_end = None if constrained else prompt_end
         self._reasoning = self._new_reasoning_parser()
         self._calls = replies.call_parser(offer) if offer.reads_calls else None
-        self._fed = ""
+        self._content = ""
+        self._num_sent = 0
         self._holds_back = False
         """True if all further text waits for the end of the reply."""
 
@@ -208,16 +207,26 @@ class SglangReader:
             if self._reasoning is not None:
                 parts = self._reasoning.parse_stream_chunk(new_text)
                 reasoning, content = (part or "" for part in parts)
-            if self._calls is not None and content:
-                self._fed += content
-                content, _ = self._calls.parse_stream_chunk(content)
-                # The message is read from the complete text, which begins with the text before the
-                # first call.
-                self._holds_back = self._calls.has_tool_call(self._fed)
         except _UNREADABLE:
             self._holds_back = True
             return "", ""
-        return reasoning, content or ""
+        return reasoning, content if self._calls is None else self._before_calls(content)
+
+    def _before_calls(self, new_content: str) -> str:
+        """Return the new content that is certainly not a part of a call."""
+        # SGLang's parsers of streams are not used: given the letters of a marker one by one, those
+        # of DeepSeek, Kimi and MiniMax return it as content, and the one of Qwen drops the text
+        # before a call that is in the same piece.
+        assert self._calls is not None
+        self._content += new_content
+        marker = _marker(self._calls)
+        self._holds_back = self._calls.has_tool_call(self._content)
+        if not marker or (self._holds_back and marker not in self._content):
+            return ""
+        visible = stable_prefix(self._content, [marker])
+        new_visible = visible[self._num_sent :]
+        self._num_sent = max(self._num_sent, len(visible))
+        return new_visible
 
     def _new_reasoning_parser(self) -> ReasoningParser | None:
         if self._prompt_end is None:
@@ -237,7 +246,7 @@ class SglangReader:
         if not parser.has_tool_call(content):
             return content, ()
         remaining, items = parser.parse_non_stream(content)
-        marker = parser.detector.bot_token or ""
+        marker = _marker(parser)
         num_begun = content.count(marker) if len(marker) >= _SHORTEST_MARKER else 1
         if len(items) < num_begun:
             # SGLang drops calls that it cannot read. The agent gets the text of all calls instead.
@@ -262,6 +271,12 @@ class SglangReader:
             # Its chat templates refuse ids of another length.
             return uuid4().hex[:_MISTRAL_ID_LEN]
         return f"call_{uuid4().hex[:24]}"
+
+
+def _marker(parser: FunctionCallParser) -> str:
+    """Return the text at the beginning of calls; empty if the format has none."""
+    detector = parser.detector
+    return detector.bot_token or getattr(detector, "tool_call_start_token", None) or ""
 
 
 def _with_strictness(tool: dict[str, Any]) -> dict[str, Any]:

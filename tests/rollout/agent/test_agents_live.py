@@ -110,7 +110,9 @@ def live(tmp_path_factory):
 class _Recording(GenerateClient):
     """Keep the engine's answers."""
 
-    answers: list[tuple[tuple[int, ...], dict[str, Any], Generation]]
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.answers: list[tuple[tuple[int, ...], dict[str, Any], Generation]] = []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Any, **options: Any):
         generations = await super().generate(prompt_ids, sampling, **options)
@@ -140,7 +142,6 @@ async def _agents(live) -> AsyncIterator[SimpleNamespace]:
     end_ids = [tokenizer.eos_token_id]
     options: Any = {"vocab_size": len(tokenizer), "deadline_s": 120.0, "end_ids": end_ids}
     async with _Recording(live.router.url, **options) as client:
-        client.answers = []
         async with Gateway(client, tokenizer, context_len=CONTEXT, routes=routes) as gateway:
             opened[0].begin(Sample(session_id="s"))
             url = f"{gateway.url}/sessions/s"
