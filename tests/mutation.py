@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import multiprocessing
 import os
 import random
 import shutil
@@ -26,10 +27,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ("rlpipe/store", "rlpipe/algorithms", "rlpipe/batch", "rlpipe/rollout", "tasks")
 UNIT_TESTS = "not integration and not long"
 TIMEOUT_S = 600
+PRELOADED = ["hypothesis", "httpx", "pyarrow.parquet", "pydantic", "pytest", "ray", "torch"]
+"""Imported once, in the process that all runs of pytest are forked from."""
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -78,20 +83,22 @@ class Mutation:
 
 def mutations(file: str, source: str) -> list[Mutation]:
     """Return every mutation of a file, in the order of its lines."""
+    encoded = source.encode()
     starts = [0]
-    for line in source.encode().splitlines(keepends=True):
+    for line in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
     for node in _effective(ast.parse(source)):
         after = _mutated(node)
-        before = ast.get_source_segment(source, node)
-        if after is None or before is None or after == before:
+        if after is None:
             continue
         assert isinstance(node, ast.stmt | ast.expr)
         assert node.end_lineno is not None and node.end_col_offset is not None
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
-        found.append(Mutation(file, node.lineno, begin, end, before, after))
+        before = encoded[begin:end].decode()  # `ast.get_source_segment` splits the file each time
+        if after != before:
+            found.append(Mutation(file, node.lineno, begin, end, before, after))
     return sorted(found, key=lambda one: (one.begin, one.end))
 
 
@@ -177,28 +184,39 @@ def files_covering(root: Path, file: str) -> list[list[str]]:
 
 def failed_test(root: Path, stages: Sequence[Sequence[str]]) -> str:
     """Run the unit tests until one fails, and return its name; "" if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", UNIT_TESTS]
-    command += ["-p", "no:cacheprovider", "--no-header", "-rfE"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     for files in stages:
-        try:
-            ended = subprocess.run(
-                [*command, *files],
-                cwd=root,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end in {TIMEOUT_S} s"
-        if ended.returncode not in (0, 5):  # 5: only integration tests in these files
-            lines = [
-                line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
-            ]
-            return lines[-1][:160] if lines else ended.stderr.strip()[-160:]
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as output:
+            run = context.Process(target=_run_tests, args=(root, list(files), output.name))
+            run.start()
+            run.join(TIMEOUT_S)
+            if run.exitcode is None:
+                run.kill()
+                run.join()
+                return f"no end in {TIMEOUT_S} s"
+            lines = output.read().splitlines()
+        if run.exitcode not in (0, 5):  # 5: only integration tests in these files
+            failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+            return "".join((failures or lines)[-1:])[-160:] or f"exit code {run.exitcode}"
     return ""
+
+
+def _run_tests(root: Path, files: list[str], output: str) -> None:
+    """Run pytest in this process with the modules of `root`; exit with its code."""
+    descriptor = os.open(output, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root)
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True  # two mutations of one file may have the same time and size
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    options = ["-x", "-q", "-m", UNIT_TESTS, "-p", "no:cacheprovider", "--no-header", "-rfE"]
+    code = pytest.main([*options, *files])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def copy_tree(target: Path) -> Path:

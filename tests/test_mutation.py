@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutation
 from tests.mutation import CORE, Mutation, draw, failed_test, files_covering, mutations
 
 SOURCE = '''"""A docstring, which is no statement to remove."""
@@ -83,8 +82,7 @@ def test_the_tests_of_a_module_are_those_that_import_it_and_then_its_room(reposi
     assert not set(direct) & set(room)
 
 
-def test_a_mutation_is_found_by_a_test_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mutation, "UNIT_TESTS", "")
+def test_a_mutation_is_found_by_a_test_that_fails(tmp_path: Path):
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "above.py").write_text(SOURCE.replace("tuple[Literal[2], ...]", "tuple"))
     (tmp_path / "test_above.py").write_text(TEST)
