@@ -92,7 +92,9 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
             "Ray did not start or cannot be reached",
             where="resources.ray_address" if of_config else "RAY_ADDRESS",
             found="\n".join(lines),
-            do=HOW_TO_JOIN if address else f"see the logs under {home}/.ray",
+            do=HOW_TO_JOIN
+            if address
+            else f"read the logs under {temporary_folder(home)}; on a busy machine, try again",
         ) from error
 
 
@@ -115,8 +117,6 @@ def _start(resources: ResourcesConfig, home: Path, namespace: str) -> None:
     leftovers.record(os.getpid(), session)
 
 
-def _niceness() -> dict[str, str]:
-    """Return the variable that gives workers of a local Ray the priority of this process.
 @contextmanager
 def _without_unused_processes() -> Iterator[None]:
     """Make `ray.init` start neither autoscaler nor log monitor nor API server.
@@ -138,6 +138,8 @@ def _without_unused_processes() -> Iterator[None]:
         ray_services.start_api_server = start_api_server
 
 
+def _niceness() -> dict[str, str]:
+    """Return the variable that gives workers of a local Ray the priority of this process.
 
     By default Ray runs workers at nice 15, so any other program of the machine starves the run.
     """
@@ -244,14 +246,17 @@ def _check_listening(host: str, port: int) -> None:
 def _init(access: Mapping[str, str], **arguments: Any) -> Path:
     """Call `ray.init` with these access variables, and keep the SIGTERM handler.
 
-    Returns the folder of Ray's session.
+    Returns the folder of Ray's session. Raises: OSError, RayError, RuntimeError, ValueError.
     """
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     ray_access.apply(access)
     try:
         context: Any = ray.init(log_to_driver=False, configure_logging=False, **arguments)
-    except BaseException:
+    except BaseException as error:
         ray_access.restore()
+        # Ray raises a plain Exception if its processes do not answer in 30 s, as on a busy machine.
+        if type(error) is Exception:
+            raise RuntimeError(str(error)) from error
         raise
     # Ray installs a handler that prints a stack and aborts.
     if threading.current_thread() is threading.main_thread() and sigterm_handler is not None:

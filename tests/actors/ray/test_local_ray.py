@@ -206,3 +206,18 @@ def test_the_sigterm_handler_stays_after_ray_has_started(tmp_path: Path):
     assert (
         subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=False).returncode == 7
     )
+
+
+def test_a_local_ray_that_does_not_start_in_time_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def time_out(**_: Any) -> None:
+        # The class that Ray raises.
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", time_out)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ResourceError, match="timed out during startup") as caught:
+        connect(ResourcesConfig(), tmp_path, namespace="here")
+    assert "try again" in str(caught.value.do)
