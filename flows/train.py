@@ -35,7 +35,7 @@ from rlpipe.preflight import check, note_full_disk
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tasks.artifacts import configuration_artifact
-from tasks.begin import begin
+from tasks.begin import begin, start_run
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.context import close_context, context
 from tasks.debug import sample_only
@@ -128,9 +128,10 @@ async def drive(
     """Begin a run, run its remaining iterations, report; return the summary."""
     with Progress(config.run, config.num_rollout) as progress:
         started = time.perf_counter()
-        first = await stopping.run(begin(config, home, progress, takeover=takeover))
+        origin = await stopping.run(start_run(config, home, progress, takeover=takeover))
         completed = cancelled = False
         try:
+            first = await stopping.run(begin(config.run, origin))
             if first:
                 progress.say(
                     f"{config.run}: continuing after the last commit, "

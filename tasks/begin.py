@@ -1,13 +1,17 @@
-"""Begin a run: start actors, record the first weights as version 0, create or find the branch."""
+"""Begin a run: start actors, record the first weights as version 0, create or find the branch.
+
+`start_run` opens the run, `begin` is the first task of its flow.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
@@ -19,14 +23,14 @@ from rlpipe.lineage.continuation import check_same_run
 from rlpipe.lineage.source_weights import decisive_digests, source_record, weight_sources
 from rlpipe.lineage.stage_inputs import checkpoint_inputs, init_inputs
 from rlpipe.observe.progress import Progress
-from rlpipe.observe.terminal import waiting_for
+from rlpipe.observe.terminal import duration, waiting_for
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.store.signatures import SigningKey
 from rlpipe.types import Commit, Stage
 from tasks.artifacts import artifact_key
-from tasks.context import RunContext, close_context, open_context
+from tasks.context import RunContext, context, open_context
 from tasks.fork import begin_fork, fork_point
 
 OVERLONG_FILE = "overlong_prompts.jsonl"
@@ -35,13 +39,13 @@ TERMINAL_ROWS, ARTIFACT_ROWS = 5, 100
 """Rows of the list: per set in the terminal, and in total in the artifact."""
 
 
-@task(name="begin", cache_policy=NO_CACHE)
-async def begin(
+async def start_run(
     config: RunConfig, home: Path, progress: Progress, *, takeover: bool = False
-) -> int:
-    """Open a run and make sure that its branch exists; return the first uncommitted iteration.
+) -> Commit | None:
+    """Open a run: start its actors. Return the commit that a new fork follows, else None.
 
-    The run is open afterwards, unless `begin` raises.
+    Not a task: its bar would be longer than those of many iterations in Prefect's graph of the run.
+    The run is open afterwards, unless `start_run` raises.
     Raises: ConfigError if the branch exists with another configuration, or if the signing key
     cannot be read; Fenced if another process drives the run, unless `takeover`; errors of the
     starting actors.
@@ -50,17 +54,27 @@ async def begin(
     # Read the key now: an unreadable key must not stop the first commit hours later.
     SigningKey.of_environment()
     check_same_run(Branches(files), config)
+    log = get_run_logger()
+    logs = home / config.run / "logs"
+    log.info("starting Ray, trainer, engines and router; their logs are in %s", logs)
+    started = time.perf_counter()
     # Before the actors start: rebuilding weights needs the GPUs that they would take.
     origin = await fork_point(files, config, home, progress, takeover=takeover)
-    ctx = await open_context(config, home, progress, takeover=takeover)
-    try:
-        if config.data.overlong_prompts != "error":
-            await report_overlong(ctx, await ctx.cluster.generator.overlong())
-        return await first_iteration(ctx, origin)
-    except BaseException:
-        # Release the epoch, so that the next attempt is not refused.
-        await close_context(config.run, end_actors=False)
-        raise
+    await open_context(config, home, progress, takeover=takeover)
+    log.info("started in %s", duration(time.perf_counter() - started))
+    return origin
+
+
+@task(name="begin", cache_policy=NO_CACHE)
+async def begin(run: str, origin: Commit | None) -> int:
+    """Make sure that the branch of an open run exists; return the first uncommitted iteration.
+
+    `origin`: the commit that a new fork follows. Raises: as `first_iteration`.
+    """
+    ctx = await context(run)
+    if ctx.config.data.overlong_prompts != "error":
+        await report_overlong(ctx, await ctx.cluster.generator.overlong())
+    return await first_iteration(ctx, origin)
 
 
 async def report_overlong(ctx: RunContext, overlong: dict[str, list[dict[str, Any]]]) -> None:

@@ -33,6 +33,7 @@ async def test_a_cancelled_run_ends_its_actors_and_a_preempted_one_keeps_them(
             raise value
         return value
 
+    monkeypatch.setattr(train, "start_run", lambda *_, **__: answer(None))
     monkeypatch.setattr(train, "begin", lambda *_, **__: answer(0))
     monkeypatch.setattr(train, "context", lambda _: answer(None))
     monkeypatch.setattr(train, "Observer", lambda *_, **__: nullcontext())
