@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefect.client.schemas.objects import State
 
 from rlpipe.errors import DeadlineExceeded, ObjectMissing
 from rlpipe.lineage.stage_inputs import Inputs, rollout_inputs
+from rlpipe.observe.terminal import duration
 from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
 from tasks.record import reuse_or_run, stage_task
@@ -104,8 +106,12 @@ async def _sample(ctx: RunContext, k: int, plan: str) -> dict[str, Any]:
 
 
 async def _watch(ctx: RunContext, k: int) -> None:
-    """Show progress. If no engine can come back, abandon the rollout and raise the cause."""
+    """Show progress and dead engines.
+
+    If no engine can come back, abandon the rollout and raise the cause.
+    """
     checked_s = time.monotonic()
+    reports = EngineReports(ctx)
     while True:
         state = await ctx.cluster.generator.progress(k)
         ctx.progress.stage(
@@ -113,8 +119,36 @@ async def _watch(ctx: RunContext, k: int) -> None:
         )
         if ctx.cluster.has_engines and time.monotonic() - checked_s > ENGINE_CHECK_INTERVAL_S:
             checked_s = time.monotonic()
+            reports.show(await ctx.cluster.engines())
             # Otherwise the rollout would wait for engines until its deadline.
             if error := await ctx.cluster.trouble():
                 await ctx.cluster.generator.abandon(k)
                 raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)
+
+
+class EngineReports:
+    """Lines in the terminal about engines that end and come back during a rollout."""
+
+    def __init__(self, ctx: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ctx = ctx
+        self._clock = clock
+        self._down_since: dict[int, float] = {}
+
+    def show(self, engines: Sequence[Mapping[str, Any]]) -> None:
+        """Print the changes since the last call. `engines`: status of each, as `Fleet.status`."""
+        for engine in engines:
+            number = engine["number"]
+            where = f"{self._ctx.config.run}: engine {number}"
+            if engine["alive"]:
+                if (since := self._down_since.pop(number, None)) is not None:
+                    self._ctx.progress.say(f"{where} is back ({duration(self._clock() - since)})")
+            elif number not in self._down_since:
+                self._down_since[number] = self._clock()
+                self._ctx.progress.say(f"{where} {self._action(number)}")
+
+    def _action(self, number: int) -> str:
+        if self._ctx.config.resources.external_engines:
+            return "does not answer; the run waits for it"
+        log = self._ctx.directory / "logs" / f"engine-{number}.log"
+        return f"has ended and is started again; its log is {log}"
