@@ -138,7 +138,7 @@ class SglangReplies:
         # must tell the policy that the function does not exist.
         envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)
         tools = [
-            Tool.model_validate(_with_strictness(tool))
+            Tool.model_validate(_definition(tool, forced=offer.choice == "required"))
             for tool in offer.tools
             if offer.function in (None, tool["function"]["name"])
         ]
@@ -279,8 +279,12 @@ def _marker(parser: FunctionCallParser) -> str:
     return detector.bot_token or getattr(detector, "tool_call_start_token", None) or ""
 
 
-def _with_strictness(tool: dict[str, Any]) -> dict[str, Any]:
-    function = {**tool["function"], "strict": bool(tool["function"].get("strict"))}
+def _definition(tool: dict[str, Any], *, forced: bool) -> dict[str, Any]:
+    """Return a tool as SGLang reads it. A forced call follows the schema of its arguments: without
+    `strict` SGLang's grammar accepts any JSON value, such as `true`, in place of an object."""
+    function = {**tool["function"], "strict": forced or bool(tool["function"].get("strict"))}
+    if forced and not function.get("parameters"):
+        function["parameters"] = {"type": "object"}
     return {"type": "function", "function": function}
 
 

@@ -1,1 +1,1 @@
-"""OpenAI- and SGLang-compatible endpoints for user functions and agents."""
+"""APIs of SGLang, OpenAI and Anthropic for user functions and agents."""

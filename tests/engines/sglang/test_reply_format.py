@@ -101,6 +101,9 @@ def test_each_family_has_a_grammar_for_forced_calls(family: str, function: str |
     (grammar,) = _replies(tool_call_parser=family).grammar(offer).items()
     assert grammar[0] in ("structural_tag", "json_schema") and "look" in grammar[1]
     assert ("wait" in grammar[1]) is (function is None)
+    assert '"required": ["at"]' in grammar[1], (
+        "the arguments follow the schema without `strict`, too"
+    )
     assert _replies(tool_call_parser=family).grammar(OFFER) == {}
 
 
