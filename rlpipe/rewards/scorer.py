@@ -2,8 +2,9 @@
 
 A function takes one sample, or with `group: true` all samples of a group, and is plain or async.
 `user_rewards` lists the other forms. The function returns a number, or a dict of numbers: one is
-the reward, the others are reward parts. For a group it returns a list of these, one per sample in
-the same order.
+the reward, the others are reward parts. Entries of text, such as the prediction that slime's
+`compute_score` returns, are left out. For a group it returns a list of these, one per sample in the
+same order.
 
 An exception, another result and the end of Python (`sys.exit`) become a RewardError. A process
 that the function forks never returns a result (`config.guard`).
@@ -178,7 +179,7 @@ def _score(result: Any, key: str | None) -> Score:
     parts = {
         str(name): _finite(value, f"reward part {name!r}")
         for name, value in result.items()
-        if name != key
+        if name != key and not isinstance(value, str | None)
     }
     return Score(_finite(result[key], f"the reward {key!r}"), parts)
 

@@ -1,6 +1,7 @@
 """Reward and post-processing of slime's on-policy distillation with a teacher behind SGLang.
 
-A run needs neither: `teacher.opd_type: sglang` asks the teacher itself. User functions call them.
+A run needs neither: `teacher.opd_type: sglang` asks the teacher itself, and `no_task_reward` is the
+reward of a command line that names them. User functions call them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from rlpipe.rewards.remote import post
 from rlpipe.types import Sample
 
 ATTEMPTS = 3
+
+
+def no_task_reward(sample: Sample) -> float:
+    """Return 0: only the teacher decides the advantages."""
+    return 0.0
 
 
 async def reward_func(args: Namespace, sample: Sample, **_: Any) -> dict[str, Any]:

@@ -162,8 +162,8 @@ def _reward(config: RunConfig) -> dict[str, Any]:
     return {
         "rm_type": {"remote": "remote_rm", "python": None, "none": None}.get(kind or "", kind),
         "rm_url": getattr(function, "url", None)
-        or config.teacher.url
-        or config.flags.get("rm_url"),
+        or config.flags.get("rm_url")
+        or (config.teacher.url and f"{config.teacher.url.rstrip('/')}/generate"),
         "custom_rm_path": function.path if is_python else None,
         "group_rm": (is_python and function.group) or config.flags.get("group_rm", False),
         "reward_key": reward_key,

@@ -26,9 +26,9 @@ from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.differences import fixed_differences, scores_at_two_temperatures
 from rlpipe.slime.evaluation_flags import datasets
 from rlpipe.slime.model_flags import iterations_done, model_source
-from rlpipe.slime.reward_flags import reward_function
-from rlpipe.system.megatron_weights import is_megatron_checkpoint
+from rlpipe.slime.reward_flags import DISTILLATION, reward_function
 from rlpipe.slime.server_groups import engine_layout, layout_difference
+from rlpipe.system.megatron_weights import is_megatron_checkpoint
 
 BASE = Path(__file__).with_name("slime.yaml")
 """Recipe of a command line without a recipe."""
@@ -75,7 +75,8 @@ def keys_of(flags: ParsedFlags) -> Keys:
         keys |= _rollout_function(values)
     if (function := reward_function(values)) is not None and "reward.function" not in keys:
         keys["reward.function"] = function
-    if path := values.get("custom_reward_post_process_path"):
+    path = values.get("custom_reward_post_process_path")
+    if path and path != f"{DISTILLATION}.post_process_rewards":
         # In slime the function replaces the normalization of rewards.
         keys |= {
             "reward.custom_reward_post_process_path": path,
@@ -263,7 +264,8 @@ def _kl(values: Values) -> Keys:
         if "kl_loss_type" in values:
             keys["advantage.kl_type"] = values["kl_loss_type"]
     if values.get("use_opd") and values.get("opd_type") == "sglang" and "rm_url" in values:
-        keys["teacher.url"] = values["rm_url"]
+        # slime's URL is that of the request; the key is the server's address.
+        keys["teacher.url"] = values["rm_url"].removesuffix("/generate")
     if scores_at_two_temperatures(values):
         keys["teacher.other_temperature"] = True
     return keys

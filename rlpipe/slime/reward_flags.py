@@ -15,11 +15,18 @@ from rlpipe.errors import ConfigError
 
 RULES = ("math", *get_args(RuleReward.model_fields["type"].annotation), "reasoning_gym")
 """Values of a row's `rm_type`, with or without the prefix `boxed_`."""
+FUNCTIONS = {"ifbench": "rlpipe.rewards.ifbench:score"}
+"""Reward of slime with checks of a repository that is not a package → function."""
 ALTERNATIVES = {
-    "ifbench": "its checks are a separate package; use them with --custom-rm-path",
     "opencua_click": "vision models are not supported",
 }
 """Reward of slime that is not supported → alternative."""
+
+
+DISTILLATION = "slime.rollout.on_policy_distillation"
+"""slime's module that asks a teacher by a reward function and its post-processing."""
+NO_REWARD = "rlpipe.rewards.slime_distillation.no_task_reward"
+"""Reward function of a run that only follows a teacher."""
 
 
 def reward_function(
@@ -33,6 +40,9 @@ def reward_function(
     kind = values.get("rm_type")
     reward_key = values.get("reward_key")
     optional_key = {} if reward_key is None else {"reward_key": reward_key}
+    if path == f"{DISTILLATION}.reward_func":
+        # `teacher.url` asks the teacher; the task has no reward.
+        return {"type": "python", "path": NO_REWARD}
     if path is not None:
         return {
             "type": "python",
@@ -40,6 +50,8 @@ def reward_function(
             "group": bool(values.get("group_rm")),
             "reward_key": reward_key,
         }
+    if kind in FUNCTIONS:
+        return {"type": "python", "path": FUNCTIONS[kind], "group": False, "reward_key": None}
     if kind == "remote_rm":
         if not values.get("rm_url"):
             raise ConfigError(

@@ -91,7 +91,7 @@ def test_a_group_function_gets_all_samples(scorer):
         ("return numpy.ones(2)", {}, "not a finite number"),
         ("return {'right': 1}", {}, "no entry of this name[\\s\\S]*entries right"),
         ("return {'right': 1}", {"reward_key": "wrong"}, "no entry of this name"),
-        ("return {'right': 1, 'why': 'x'}", {"reward_key": "right"}, "reward part 'why' is not"),
+        ("return {'right': 1, 'why': [1]}", {"reward_key": "right"}, "reward part 'why' is not"),
         ("return 1", {"group": True}, "do not match its samples[\\s\\S]*int"),
         ("return [1]", {"group": True}, "do not match its samples[\\s\\S]*1 results"),
         ("return [1, None]", {"group": True}, "not a finite number"),

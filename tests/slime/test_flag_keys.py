@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import load_run
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
@@ -307,6 +308,20 @@ def test_a_kl_in_reward_or_loss_scores_the_reference_with_its_estimator():
         "advantage.reference": True,
         "train.loss.kl_loss_coef": 0.2,
     }
+
+
+def test_functions_of_slime_for_distillation_become_the_teacher_of_the_run():
+    module = "slime.rollout.on_policy_distillation"
+    config = loaded(
+        f"{LAUNCH} --rollout-temperature 1 --use-opd --opd-type sglang "
+        f"--custom-rm-path {module}.reward_func --rm-url http://h:1/generate "
+        f"--custom-reward-post-process-path {module}.post_process_rewards"
+    )
+    assert config.teacher.url == "http://h:1"
+    assert config.reward.custom_reward_post_process_path is None
+    path = getattr(config.reward.function, "path", "")
+    assert load_hook(path)(None) == 0.0
+    assert slime_args(config).rm_url == "http://h:1/generate"
 
 
 def test_a_teacher_is_a_directory_or_the_server_of_rm_url():

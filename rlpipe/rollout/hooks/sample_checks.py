@@ -13,8 +13,9 @@
     rollout_routed_experts    with train.use_rollout_routing_replay: (tokens - 1) × layers × k
                               integers in any shape; None or unchanged: the experts of the
                               engine's answers
-    reward                    a number, or a dict of numbers with the reward under `reward_key`;
-                              None: the reward stage scores the sample
+    reward                    a number, or a dict of numbers with the reward under `reward_key`
+                              (entries of text are left out); None: the reward stage scores the
+                              sample
     group, index, seed        set by rlpipe
 
 Entry points: `checked_rows` for returned samples, `check_row` for a row that a hook changed.
@@ -317,6 +318,7 @@ def _read_reward(sample: Sample, limits: Limits, where: str) -> None:
         sample.reward_parts = {
             str(name): _finite_number(value, f"reward part {name!r}", where)
             for name, value in parts.items()
+            if not isinstance(value, str | None)
         }
     if sample.reward is not None:
         sample.reward = _finite_number(sample.reward, "the reward", where)
