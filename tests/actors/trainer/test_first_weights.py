@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
+from rlpipe.batch.files import read_batch
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import Mismatch
 from rlpipe.lineage.states import lineage_to
@@ -182,3 +183,36 @@ def test_if_digests_are_not_comparable_the_contents_of_the_directory_are_compare
     changed(model)
     with pytest.raises(Mismatch, match=r"(?s)contents.*restore the earlier contents"):
         check_first_weights(init, spec(model, **train), "weights_digest", "w")
+
+
+@pytest.mark.long
+@pytest.mark.integration
+async def test_another_model_as_reference_is_loaded_again_and_compared(
+    tmp_path: Path, model: Path, local_ray: str
+):
+    files = Files(tmp_path / "store")
+    other = Path(tiny_model(tmp_path / "other", seed=5))
+    config = configuration(
+        str(model), "run", advantage={"reference": True}, reference={"ref_load": str(other)}
+    )
+    async with trained(config, files, tmp_path) as run:
+        init = await run.begin()
+        await run.iterate(1)
+        await run.checkpoint()
+        outputs = run.nodes.get(Stage.INIT, init).outputs
+        assert outputs["reference_digest"] != outputs["weights_digest"]
+        newest = run.branches.newest("run")
+        assert newest is not None
+        batch = read_batch(files, run.nodes.get(Stage.ADVANTAGE, newest.nodes[Stage.ADVANTAGE]))
+        assert batch.reference_log_probs is not None and batch.proximal_log_probs is not None
+        assert abs(batch.reference_log_probs - batch.proximal_log_probs).max() > 0.01
+        state = newest.nodes[Stage.TRAIN]
+        await lose(run)
+        assert await run.trainer_states.restore(init, version=0, epoch=1) == init
+        await lose(run)
+        assert await run.trainer_states.restore(state, version=1, epoch=1) == state
+        changed(other)
+        for digest, version in ((init, 0), (state, 1)):
+            await lose(run)
+            with pytest.raises(Mismatch, match="reference_digest"):
+                await run.trainer_states.restore(digest, version=version, epoch=1)

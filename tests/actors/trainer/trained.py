@@ -244,13 +244,13 @@ async def trained(config: RunConfig, files: Files, home: Path, **options: Any):
         yield Trained(config, files, trainer, home)
 
 
-def tiny_model(directory: Path) -> str:
+def tiny_model(directory: Path, seed: int = 0) -> str:
     """Write a random Qwen3 with 0.1 million parameters; return its directory."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.12, generator=generator)

@@ -1,0 +1,127 @@
+"""Weights of a run that come from files of their own (rlpipe.lineage.source_weights)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.config.run import RunConfig
+from rlpipe.errors import ConfigError
+from rlpipe.lineage.source_weights import (
+    WeightSource,
+    check_shapes,
+    decisive_digests,
+    source_record,
+    weight_sources,
+)
+from rlpipe.lineage.stage_inputs import init_inputs
+
+BASE: dict[str, Any] = {
+    "run": "run",
+    "num_rollout": 1,
+    "model": {"source": {"type": "huggingface", "hf_checkpoint": "/model"}},
+    "data": {"prompts": {"type": "file", "paths": ["/prompts.jsonl"]}},
+    "rollout": {"rollout_batch_size": 1, "n_samples_per_prompt": 2},
+    "reward": {"function": {"type": "math"}},
+}
+
+
+def configured(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({**BASE, **sections})
+
+
+def policy(**keys: Any) -> dict[str, Any]:
+    return {"source": {**BASE["model"]["source"], "megatron_checkpoint": "/slime", **keys}}
+
+
+def checkpoint(folder: Path, iteration: int) -> Path:
+    found = folder / f"iter_{iteration:07d}"
+    found.mkdir(parents=True)
+    (found / ".metadata").write_text(f"metadata {iteration}")
+    (found / "__0_0.distcp").write_bytes(bytes([iteration]))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+def test_only_models_that_the_run_uses_are_sources():
+    assert weight_sources(configured()) == {}
+    unused = configured(reference={"ref_load": "/ref"})
+    assert weight_sources(unused) == {}
+    used = configured(
+        model=policy(megatron_checkpoint_step=7),
+        advantage={"reference": True, "use_opd": True},
+        reference={"ref_load": "/ref", "ref_ckpt_step": 3},
+        teacher={"opd_type": "megatron", "opd_teacher_load": "/teacher"},
+    )
+    assert weight_sources(used) == {
+        "policy": WeightSource("model.source.megatron_checkpoint", "/slime", 7),
+        "reference": WeightSource("reference.ref_load", "/ref", 3),
+        "teacher": WeightSource("teacher.opd_teacher_load", "/teacher"),
+    }
+    ppo = configured(
+        advantage={"advantage_estimator": "ppo"},
+        critic={"hf_checkpoint": "/reward", "megatron_checkpoint": "/critic"},
+    )
+    critic = WeightSource("critic.megatron_checkpoint", "/critic", None, "/reward")
+    assert weight_sources(ppo) == {"critic": critic}
+
+
+def test_a_record_has_the_digest_of_the_iteration_alone(tmp_path: Path):
+    folder = checkpoint(checkpoint(tmp_path / "slime", 4), 9)
+    newest = source_record(WeightSource("key", str(folder)), tmp_path)
+    assert (newest["path"], newest["iteration"]) == (str(folder / "iter_0000009"), 9)
+    older = source_record(WeightSource("key", str(folder), 4), tmp_path)
+    assert older["sha256"] != newest["sha256"]
+    (folder / "other.txt").touch()
+    assert source_record(WeightSource("key", str(folder)), tmp_path) == newest
+    copy = checkpoint(tmp_path / "copy", 9)
+    copied = source_record(WeightSource("key", str(copy)), tmp_path)
+    assert copied["sha256"] == newest["sha256"]
+    (copy / "iter_0000009" / "__0_0.distcp").write_bytes(b"other")
+    changed = source_record(WeightSource("key", str(copy)), tmp_path)
+    assert changed["sha256"] != newest["sha256"]
+    with pytest.raises(ConfigError) as caught:
+        source_record(WeightSource("key", str(folder), 5), tmp_path)
+    assert caught.value.where == "key"
+
+
+def test_optimizer_state_and_reference_are_part_of_the_identity_of_first_weights():
+    records = {role: {"sha256": role[0] * 64} for role in ("policy", "reference", "teacher")}
+    continued = configured(model=policy(megatron_optimizer=True), advantage={"reference": True})
+    digests = decisive_digests(continued, records)
+    assert digests == {"optimizer": "p" * 64, "reference": "r" * 64}
+    # The converted weights have a fingerprint of their own.
+    assert decisive_digests(configured(model=policy()), {"policy": records["policy"]}) == {}
+    plain = init_inputs(continued, "model", None)
+    assert init_inputs(continued, "model", None, sources={}).digest == plain.digest
+    assert init_inputs(continued, "model", None, sources=digests).digest != plain.digest
+
+
+def test_a_reference_of_another_architecture_is_refused(tmp_path: Path):
+    sizes = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
+    for name, content in {
+        "policy": sizes,
+        "same": sizes,
+        "deeper": sizes | {"num_hidden_layers": 3},
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    check_shapes(tmp_path / "same", tmp_path / "policy", "reference.ref_load")
+    with pytest.raises(ConfigError, match="num_hidden_layers 3"):
+        check_shapes(tmp_path / "deeper", tmp_path / "policy", "reference.ref_load")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"source": {**BASE["model"]["source"], "megatron_optimizer": True}}},
+        {"model": {**policy(megatron_optimizer=True), "start_from": {"branch": "other"}}},
+        {"checkpoint": {"save_hf": "/models/newest"}},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(sections: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"megatron_optimizer|rollout_id"):
+        configured(**sections)
