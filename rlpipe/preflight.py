@@ -103,7 +103,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
         if path := dataset.custom_generate_function_path:
             load_generate(path, f"evaluation.datasets.{number}.custom_generate_function_path")
     _check_store(config, home)
-    _check_free_space(home)
+    _check_free_space(config, home)
 
 
 def _check_writable(config: RunConfig, home: Path) -> None:
@@ -111,10 +111,9 @@ def _check_writable(config: RunConfig, home: Path) -> None:
 
     Raises: ConfigError, ResourceError.
     """
-    store = canonical_root(config.store.root or str(home / "store"))
     folders = {"--home": home, f"run={config.run}": home / config.run}
-    if store.startswith("file://"):
-        folders["store.root"] = Path(store.removeprefix("file://"))
+    if store := _local_store(config, home):
+        folders["store.root"] = store
     folders |= _weight_folders(config)
     for key, folder in folders.items():
         _check_folder(key, folder)
@@ -411,13 +410,25 @@ def _free_space(home: Path) -> tuple[Path, int]:
     return folder, shutil.disk_usage(folder).free
 
 
-def _check_free_space(home: Path) -> None:
-    folder, free_bytes = _free_space(home)
-    if free_bytes < MIN_FREE_BYTES:
-        raise ResourceError(
-            "too little free disk space",
-            where=str(folder),
-            found=f"{free_bytes / 1024**2:.0f} MiB free",
-            expected=f"at least {MIN_FREE_BYTES / 1024**2:.0f} MiB",
-            do="free disk space, or keep runs on another disk with RLPIPE_HOME or --home",
-        )
+def _check_free_space(config: RunConfig, home: Path) -> None:
+    """Check the disks of the home and of a local store. Raises: ResourceError."""
+    disks = {"--home": home}
+    if store := _local_store(config, home):
+        disks["store.root"] = store
+    for key, place in disks.items():
+        folder, free_bytes = _free_space(place)
+        if free_bytes < MIN_FREE_BYTES:
+            raise ResourceError(
+                f"too little free disk space ({key})",
+                where=str(folder),
+                found=f"{free_bytes / 1024**2:.0f} MiB free",
+                expected=f"at least {MIN_FREE_BYTES / 1024**2:.0f} MiB",
+                do="free disk space, or use another disk: RLPIPE_HOME or --home for everything, "
+                "store.root for the store",
+            )
+
+
+def _local_store(config: RunConfig, home: Path) -> Path | None:
+    """Return the folder of the store; None for a store in S3."""
+    root = canonical_root(config.store.root or str(home / "store"))
+    return Path(root.removeprefix("file://")) if root.startswith("file://") else None

@@ -226,25 +226,21 @@ def test_the_directories_of_critic_and_teacher_are_checked(
     check(config(folder, **filled), folder / "home")
 
 
-@pytest.mark.parametrize(("free", "enough"), [(MIN_FREE_BYTES, True), (MIN_FREE_BYTES - 1, False)])
+@pytest.mark.parametrize("disk", ["home", "store"])
 def test_too_little_free_disk_space_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, enough: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, disk: str
 ):
-    queried: list[Path] = []
-
-    def disk_usage(path: Path) -> Any:
-        queried.append(Path(path))
-        return SimpleNamespace(total=10 * free, used=9 * free, free=free)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    home = folder / "not" / "made" / "yet"
-    if enough:
-        check(config(folder), home)
-    else:
-        with pytest.raises(ResourceError, match="512 MiB free") as caught:
-            check(config(folder), home)
-        assert caught.value.where == str(folder)
-    assert queried == [folder]
+    free = {folder / name: MIN_FREE_BYTES for name in ("home", "store")}
+    for path in free:
+        path.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[Path(path)]))
+    store = {"root": str(folder / "store" / "not" / "made")}
+    home = folder / "home" / "not" / "made"
+    check(config(folder, store=store), home)
+    free[folder / disk] -= 1
+    with pytest.raises(ResourceError, match="512 MiB free") as caught:
+        check(config(folder, store=store), home)
+    assert caught.value.where == str(folder / disk)
 
 
 def test_a_generate_function_with_another_signature_is_refused(folder: Path, tmp_path: Path):
