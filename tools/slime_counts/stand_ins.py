@@ -67,6 +67,18 @@ SIZES: dict[str, Any] = {
 }
 """Key of config.json → its value in a stand-in, if the model type has the key."""
 EXTRA: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "glm4": {"attention_bias": True},
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True},
     "minimax_m2": {
@@ -105,7 +117,7 @@ def write_model(kind: str, folder: Path) -> None:
 
     tokenizer = character_tokenizer(QUESTION)
     tokenizer.chat_template = CHAT_TEMPLATE
-    make = CONFIG_MAPPING[kind]
+    make: Any = CONFIG_MAPPING[kind]
     known = make().to_dict()
     sizes = {name: value for name, value in SIZES.items() if name in known}
     if "kv_lora_rank" in sizes:  # latent attention has a head for each query
