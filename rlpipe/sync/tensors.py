@@ -70,12 +70,14 @@ def check_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that engines hold and remove its name from `missing`.
 
-    A tied `lm_head.weight` is left out. With `compact` each tensor is on the CPU and its storage
-    holds nothing else; without, it can be a view of a parameter.
+    A tied `lm_head.weight` and layers for multi-token prediction are left out. With `compact` each
+    tensor is on the CPU and its storage holds nothing else; without, it can be a view of a
+    parameter.
     Raises: SyncError for an unknown name, another shape, or a dtype that is not floating point.
     """
     for name, tensor in tensors:
-        if name == "lm_head.weight" and name not in expected:
+        unheld = name == "lm_head.weight" or name.startswith(PREDICTION_LAYERS)
+        if unheld and name not in expected:
             continue
         # SGLang ignores a wrong name and crashes on a wrong shape.
         if name not in expected:

@@ -206,7 +206,6 @@ def test_the_configuration_imports_without_the_heavy_packages(repository):
         (check_sglang, "delete_ckpt_after_loading", True),
         (check_router, "pd_disaggregation", True),
         (check_router, "tls_cert_path", "/cert"),
-        (check_megatron, "mtp_num_layers", 1),
         (check_megatron, "moe_aux_loss_coeff", 0.01),
         (check_megatron, "moe_z_loss_coeff", 0.01),
         (check_megatron, "moe_router_load_balancing_type", "aux_loss"),
@@ -305,7 +304,7 @@ def test_flags_of_launch_scripts_are_accepted():
         "--fp8-recipe blockwise",
         "--sglang-device cpu",
         "--sglang-policyy x",
-        "--mtp-loss-scaling-factor 0.5",
+        "--mtp-standalone",
     ],
 )
 def test_flags_are_refused_by_the_same_table(flag):

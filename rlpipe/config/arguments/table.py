@@ -71,7 +71,7 @@ _NO_FP8 = "FP8 and FP4 need Transformer Engine's layers, which the trainer does 
 _NO_VIRTUAL_STAGES = "each rank holds one pipeline stage; virtual pipelining is not supported"
 _NO_FSDP = "the trainer uses Megatron's DistributedDataParallel, not its FSDP"
 _NO_GRAPHS = "packed micro-batches differ in length, but a CUDA graph needs one shape"
-_NO_FURTHER_TOKENS = "layers for multi-token prediction are not trained"
+_FURTHER_TOKENS = "trains the layers for multi-token prediction of a model that has them (MiMo)"
 _NO_INFERENCE = "only Megatron's inference reads it, and SGLang samples"
 _NO_MIXED_FP16 = "only float16 training reads it, which is not supported"
 _NO_EXPERT_OVERLAP = "it needs a schedule of Megatron that calls Megatron's loss function"
@@ -183,8 +183,8 @@ MEGATRON: dict[str, Rule] = {
     ),
     **fixed(0.0, "experts have no auxiliary loss", "moe_aux_loss_coeff"),
     **fixed(None, "experts have no auxiliary loss", "moe_z_loss_coeff"),
-    **fixed(None, _NO_FURTHER_TOKENS, "mtp_num_layers"),
-    **inert(_NO_FURTHER_TOKENS, "mtp_loss_scaling_factor mtp_standalone"),
+    **free(_FURTHER_TOKENS, "mtp_num_layers mtp_loss_scaling_factor"),
+    **inert("all layers of a model are on its pipeline stages", "mtp_standalone"),
     # Precision.
     **inert(
         _NO_FP8,

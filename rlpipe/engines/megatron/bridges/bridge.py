@@ -207,12 +207,14 @@ class _MbridgeView:
 
     def _name(self, name: str) -> str:
         head, found, rest = name.partition("decoder.layers.")
-        if not found:
-            return name
-        number, _, leaf = rest.partition(".")
-        return f"{head}{found}{number}.{self._leaf(leaf, int(number))}"
+        if found:
+            number, _, leaf = rest.partition(".")
+            return f"{head}{found}{number}.{self._leaf(leaf, int(number))}"
+        head, found, leaf = name.partition(".transformer_layer.")
+        return f"{head}{found}{self._leaf(leaf, None)}" if found else name
 
-    def _leaf(self, leaf: str, number: int) -> str:
+    def _leaf(self, leaf: str, number: int | None) -> str:
+        """Return the name within a layer. None: a layer for multi-token prediction."""
         if leaf.startswith("input_layernorm.") and not self._latent:
             return leaf.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         if leaf.startswith("pre_mlp_layernorm.") and number not in self._layers_with_experts:

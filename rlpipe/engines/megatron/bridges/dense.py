@@ -1,4 +1,4 @@
-"""Dense families that need their own bridge: Llama 3 to 3.3, and GLM-4 (9B-0414, 32B-0414, Z1).
+"""Dense families with a bridge of ours: Qwen2 and MiMo, Llama 3 to 3.3, GLM-4 (9B, 32B, Z1).
 
 mbridge treats every `rope_scaling` of a Llama as linear and does not tie embeddings. mbridge has no
 dense GLM-4. A GLM-4 differs from Qwen2: the outputs of attention and MLP are normalised before they
@@ -19,6 +19,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 # isort: split
 from mbridge.core import LLMBridge
 from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2 import Qwen2Bridge
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
@@ -57,6 +58,54 @@ class Llama(LLaMABridge):
     def _get_hf_shared_weight_keys(self) -> list[str]:
         tied = getattr(self.hf_config, "tie_word_embeddings", False)
         return ["model.embed_tokens.weight"] if tied else []
+
+
+_PREDICTION = {
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "eh_proj.weight": "input_proj.weight",
+    "final_layernorm.weight": "final_layernorm.weight",
+}
+"""Name in Megatron's layer for multi-token prediction → name in MiMo's."""
+
+
+@own_family("qwen2")
+class Qwen2(Qwen2Bridge):
+    """Qwen2, Qwen2.5, and MiMo-7B with its layers for multi-token prediction."""
+
+    @property
+    def prediction_layers(self) -> int:
+        """The number of layers for multi-token prediction."""
+        return getattr(self.hf_config, "num_nextn_predict_layers", None) or 0
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        if not mcore_weights_name.startswith("mtp.layers."):
+            return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+        _, _, number, leaf = mcore_weights_name.split(".", 3)
+        prefix = f"model.mtp_layers.{number}"
+        if leaf in _PREDICTION:
+            return [f"{prefix}.{_PREDICTION[leaf]}"]
+        inner = leaf.replace("transformer_layer.", f"decoder.layers.{number}.")
+        names = super()._weight_name_mapping_mcore_to_hf(inner)
+        return [name.replace(f"model.layers.{number}", prefix) for name in names]
+
+    def _weight_to_mcore_format(
+        self, mcore_weights_name: str, hf_weights: list[torch.Tensor]
+    ) -> torch.Tensor:
+        weight = super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
+        return _swapped(weight) if mcore_weights_name.endswith(".eh_proj.weight") else weight
+
+    def _weight_to_hf_format(
+        self, mcore_weights_name: str, mcore_weights: torch.Tensor
+    ) -> tuple[list[str], list[torch.Tensor]]:
+        if mcore_weights_name.endswith(".eh_proj.weight"):
+            mcore_weights = _swapped(mcore_weights)
+        return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
+
+
+def _swapped(weight: torch.Tensor) -> torch.Tensor:
+    """Swap the halves of a matrix: MiMo reads hidden state and embedding, Megatron the reverse."""
+    return weight.roll(weight.shape[1] // 2, 1)
 
 
 _LAYER = "model.layers.{layer_number}"

@@ -66,8 +66,8 @@ HARMLESS = words("""
 """)
 """Keys without effect: about the file, token ids, heads of classifiers, outputs of transformers,
 old generation settings, auxiliary losses (off here) and the layout of experts in pretraining.
-Layers for multi-token prediction (`num_nextn_predict_layers`) are not trained; `export` copies
-them."""
+Layers for multi-token prediction (`num_nextn_predict_layers`) are trained only if
+train.megatron.mtp_num_layers is set; otherwise `export` copies them."""
 
 _OFF = (None, False, "", [], {})
 """Values of an unknown key that turn it off."""

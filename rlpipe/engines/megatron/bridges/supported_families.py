@@ -370,7 +370,6 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen2": Family(
-        source="mbridge",
         ropes=("default", "yarn"),
         reads=_WINDOWS,
         only={"attention_bias": (None, False, True), "qkv_bias": (None, True)},

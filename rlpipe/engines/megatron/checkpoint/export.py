@@ -62,13 +62,17 @@ def with_untrained_layers(
     output layer with them: for those, the trained tensors are yielded.
     """
     trained: dict[str, torch.Tensor] = {}
+    held: set[str] = set()
     for name, tensor in tensors:
+        held.add(name)
         if name in COPIES.values():
             trained[name] = tensor
         yield name, tensor
     files = WeightFiles(str(source))
     for name in sorted(files.names):
         match = LAYER.fullmatch(name)
+        if name in held:
+            continue
         if name.startswith(PREDICTION_LAYERS):
             yield name, files.load_one_hf_weight(name)
         elif match and int(match[1]) >= hf_config.num_hidden_layers:

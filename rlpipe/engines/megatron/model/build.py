@@ -33,7 +33,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
-from rlpipe.engines.megatron.model.layers import PolicyModel
+from rlpipe.engines.megatron.model.layers import PolicyModel, ValueModel
+from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -157,6 +158,7 @@ def open_model(
         },
     )
     _check_sizes(bridge, train)
+    check_prediction(bridge)
     return bridge
 
 
@@ -235,13 +237,20 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
 def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) -> torch.nn.Module:
     config = bridge.config
     hf_config: Any = bridge.hf_config
+    block = layers_of(bridge)
+    further = {}
+    if issubclass(kind, ValueModel):
+        config.mtp_num_layers = None
+    elif config.mtp_num_layers:
+        further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
     model = kind(
         config=config,
-        transformer_layer_spec=layers_of(bridge),
+        transformer_layer_spec=block,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
         **model_arguments(bridge),
+        **further,
     )
     model.set_vocabulary(hf_config.vocab_size)
     # Megatron's gradient norm reads these attributes of every parameter.

@@ -348,8 +348,25 @@ class PolicyModel(GPTModel):
 
     _vocabulary: int | None = None
 
-    def _postprocess(self, hidden_states, *_args, **_keywords):
-        return hidden_states
+    def _postprocess(self, hidden_states, *_args, **keywords):
+        if not self.predicts_further():
+            return hidden_states
+        names = ("input_ids", "position_ids", "attention_mask", "packed_seq_params")
+        rotation = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+        further = self.mtp(
+            hidden_states=hidden_states.detach(),
+            embedding=self._constant_embedding,
+            **{name: keywords[name] for name in (*names, *rotation)},
+        )
+        # The block returns its input first.
+        return torch.cat([hidden_states, further[len(hidden_states) :]])
+
+    def predicts_further(self) -> bool:
+        """True if the hidden states of layers for multi-token prediction follow the model's."""
+        return bool(self.mtp_process and self.training and torch.is_grad_enabled())
+
+    def _constant_embedding(self, **keywords: Any) -> torch.Tensor:
+        return self.embedding(**keywords).detach()
 
     def output_rows(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [n, H] at `rows`, on every tensor parallel rank.

@@ -102,7 +102,7 @@ class _LogProbs(torch.autograd.Function):
         of_log_probs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         of_entropy = grads[1] if ctx.entropy_gradient else None
         of_hidden = torch.empty_like(hidden)
-        of_weight = _GradientSum(weight)
+        of_weight = _GradientSum(weight) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
             grad = _gradient_(
                 linear(hidden[rows], weight),
@@ -114,8 +114,10 @@ class _LogProbs(torch.autograd.Function):
                 ctx.temperature,
             )
             torch.mm(grad, weight, out=of_hidden[rows])
-            of_weight.add(grad, hidden[rows])
-        return of_hidden, of_weight.value(), None, None, None, None, None
+            if of_weight is not None:
+                of_weight.add(grad, hidden[rows])
+        weight_gradient = None if of_weight is None else of_weight.value()
+        return of_hidden, weight_gradient, None, None, None, None, None
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpipe.engines.megatron.model.build import ScoringModel, TrainedModel
 from rlpipe.engines.megatron.model.layers import ValueModel
+from rlpipe.engines.megatron.model.prediction import PredictionLoss
 from rlpipe.engines.megatron.model.vocab import log_probs_and_entropy
 from rlpipe.engines.megatron.train.batch import MicroBatch, Slice
 from rlpipe.engines.megatron.train.routing import ForwardContext
@@ -53,17 +54,26 @@ def run_passes(
     forward_only: bool,
     entropy_gradient: bool = False,
     forward_context: ForwardContext | None = None,
+    prediction: PredictionLoss | None = None,
 ) -> list[Any]:
     """Return the outputs of `consume` for every micro-batch. Collective.
 
     Stages before the last return an empty list. Gradients are summed over micro-batches and all
     data and context parallel ranks: losses carry their weights. `forward_context`: around each
-    forward pass.
+    forward pass. `prediction`: a loss to add; its value follows those of an output tensor.
     """
 
     def of_hidden_states(
         micro: MicroBatch, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
+        if prediction is None:
+            return of_model(micro, hidden_states)
+        own, *further = hidden_states.chunk(1 + len(prediction.counts))
+        loss, output = of_model(micro, own)
+        more = prediction(scorer.model, micro, further)
+        return loss + prediction.scale * more, torch.cat([output, more.detach()[None]])
+
+    def of_model(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
         group: Any = parallel_state.get_tensor_model_parallel_group()
         log_probs, entropy = log_probs_and_entropy(
             scorer.model.output_rows(hidden_states, micro.rows),
@@ -102,6 +112,8 @@ def run_logits_passes(
     def of_hidden_states(
         micro: MicroBatch, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
+        if trained.model.predicts_further():
+            hidden_states = hidden_states.chunk(1 + trained.bridge.config.mtp_num_layers)[0]
         all_rows = torch.arange(micro.length, device=micro.rows.device)
         rows = trained.model.output_rows(hidden_states, all_rows)
         return consume(micro, trained.model.logits(rows))

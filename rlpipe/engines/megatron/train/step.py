@@ -32,6 +32,7 @@ from rlpipe.store.columns import hook_names
 from megatron.core import parallel_state
 
 from rlpipe.engines.megatron.model.build import TrainedModel
+from rlpipe.engines.megatron.model.prediction import PredictionLoss
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.logits import LogitsLoss
 from rlpipe.engines.megatron.train.optimizer_step import summed_metrics, update
@@ -157,7 +158,10 @@ class _PolicyRun:
         before_step(number)
         run = self._run_tokens if self.logits_loss is None else self._run_logits
         outputs = run(micro_batches, samples, weights, collector)
-        metrics = summed_metrics(outputs, _names_on_all_ranks(collector.names)) | weights.metrics
+        names = _names_on_all_ranks(collector.names)
+        if trained.bridge.config.mtp_num_layers and self.logits_loss is None:
+            names = (*names, "mtp_loss")
+        metrics = summed_metrics(outputs, names) | weights.metrics
         if not math.isfinite(metrics["loss"]):
             raise TrainerError(
                 "the loss is not finite",
@@ -172,7 +176,7 @@ class _PolicyRun:
     def _run_tokens(
         self,
         micro_batches: Sequence[Sequence[int]],
-        _samples: np.ndarray,
+        samples: np.ndarray,
         weights: StepWeights,
         collector: _MetricsCollector,
     ) -> list[torch.Tensor]:
@@ -198,7 +202,14 @@ class _PolicyRun:
             # A custom loss may differentiate the entropy.
             entropy_gradient=self.loss.entropy_coef != 0 or token_loss is not None,
             forward_context=self.forward_context,
+            prediction=self._prediction(samples),
         )
+
+    def _prediction(self, samples: np.ndarray) -> PredictionLoss | None:
+        config = self.trained.bridge.config
+        if not config.mtp_num_layers:
+            return None
+        return PredictionLoss.of_step(config, self.batch, samples)
 
     def _run_logits(
         self,
