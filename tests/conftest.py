@@ -34,19 +34,29 @@ WHOLE_RUNS = (
     "tests/flows/test_train.py",
     "tests/deployments/test_apply.py",
     "tests/soak/test_chaos.py",
-    "tests/stores/test_releases.py",
 )
 """Files whose tests start a run with all its servers. They come first and in one process: of two at
 once each would have half a machine."""
 
 SHARED = {
-    "live engine": re.compile(r"\blive: Live\b|\blive_engine\b|def test_\w+\(\s*live\b"),
+    "engine and ranks": re.compile(
+        r"\blive: Live\b|\blive_engine\b|def test_\w+\(\s*live\b|\btwo_ranks\b"
+    ),
     "Ray": re.compile(r"\blocal_ray\b|\bfleet: Fleet\b"),
-    "two ranks": re.compile(r"\btwo_ranks\b"),
     "Prefect": re.compile(r"\bprefect_server\b"),
 }
 """What test files use that takes seconds to start, and by which words. All files with one of these
 run in one process, one after the other, so that each is started once."""
+
+LONG_FILES = (
+    "tests/actors/trainer/test_critic.py",
+    "tests/actors/trainer/test_first_weights.py",
+    "tests/actors/trainer/test_replay.py",
+    "tests/actors/trainer/test_states.py",
+    "tests/stores/test_releases.py",
+)
+"""Files with a minute of long tests or more. Each is a scope, so that no process gets them all and
+works while the others have ended."""
 
 
 @cache
@@ -55,11 +65,13 @@ def scope(path: str) -> tuple[int, str]:
     that share a server. Files without real parts come last, because they fill the gaps."""
     if path.startswith(WHOLE_RUNS):
         return 0, "whole runs"
+    if path.startswith(LONG_FILES):
+        return len(SHARED) + 1, path
     source = (REPOSITORY / path).read_text(encoding="utf-8")
     for rank, (name, words) in enumerate(SHARED.items(), start=1):
         if words.search(source):
             return rank, name
-    return len(SHARED) + (1 if "mark.integration" in source else 2), path
+    return len(SHARED) + (2 if "mark.integration" in source else 3), path
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

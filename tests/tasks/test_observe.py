@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlpipe.batch.files import write_evaluation, write_rewards
@@ -199,7 +201,7 @@ def test_user_log_functions_are_not_part_of_the_identity():
 
 
 @pytest.mark.integration
-async def test_newer_curves_and_overview_replace_older_ones(tmp_path: Path):
+async def test_newer_curves_and_overview_replace_older_ones(prefect_server: str, tmp_path: Path):
     picture = tmp_path / "report.png"
 
     @flow
@@ -207,23 +209,25 @@ async def test_newer_curves_and_overview_replace_older_ones(tmp_path: Path):
         curve = UpdatedArtifact()
         overview = UpdatedArtifact()
         seen = []
+        of_this_run = ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(flow_run.id))])
+        )
         async with get_client() as client:
             for number in range(4):
                 picture.write_bytes(b"%d" % number)
-                await artifacts.curve_artifact(curve, "run", picture)
-                await artifacts.overview_artifact(overview, "run", f"after {number}")
-                made = await client.read_artifacts()
+                await artifacts.curve_artifact(curve, "observed", picture)
+                await artifacts.overview_artifact(overview, "observed", f"after {number}")
+                made = await client.read_artifacts(artifact_filter=of_this_run)
                 seen.append(sorted(str(artifact.data) for artifact in made))
                 if number == 2:
                     for artifact in made:  # as a person does in Prefect's pages
                         await client.delete_artifact(artifact.id)
             latest = await client.request(
-                "GET", "/artifacts/{key}/latest", path_params={"key": "run-overview"}
+                "GET", "/artifacts/{key}/latest", path_params={"key": "observed-overview"}
             )
         return [*seen, latest.json()["data"]]
 
-    with prefect_test_harness(server_startup_timeout=120):
-        *seen, latest = await reporting()
+    *seen, latest = await reporting()
     data = [base64.b64encode(b"%d" % number).decode() for number in range(4)]
     assert seen == [
         [f"after {number}", f"data:image/png;base64,{data[number]}"] for number in range(4)
