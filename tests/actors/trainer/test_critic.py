@@ -29,7 +29,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.types import Node, Stage
 from tests.actors.trainer.trained import Trained, configuration, sampled_rows, tiny_model, trained
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 ITERATIONS = 3
 CRITIC_ONLY = 1
 """Iterations that train only the critic."""
@@ -118,7 +118,6 @@ async def check_restore(run: Trained, *, replayed: int) -> None:
     assert answer["state_digest"] == run.nodes.get(Stage.TRAIN, state).outputs["state_digest"]
 
 
-@pytest.mark.long
 async def test_a_replay_gives_the_same_bits_with_the_critic(home: Path):
     result = await replay(Files(home / "store"), "ppo", home=home, on_state=lambda _: None)
     assert result.equal
@@ -240,7 +239,6 @@ def states(files: Files, branch: str) -> list[str]:
     return [nodes.get(Stage.TRAIN, digest).outputs["state_digest"] for digest in reversed(trains)]
 
 
-@pytest.mark.long
 def test_a_critic_rank_gives_the_same_bits_as_a_shared_critic_also_after_kills(separate: Path):
     files = Files(separate / "store")
     nodes = Nodes(files)
