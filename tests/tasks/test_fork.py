@@ -27,7 +27,7 @@ from rlpipe.types import Commit, DataState, Stage
 from tasks.fork import begin_fork, check_reference, check_state_format, fork_commit, fork_point
 from tests.actors.trainer.trained import Trained, configuration, tiny_model, trained
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,6 @@ def train_outputs(run: Trained, branch: str, iteration: int) -> tuple[str, list[
     return node.outputs["state_digest"], [step["lr"] for step in node.outputs["steps"]]
 
 
-@pytest.mark.long
 async def test_a_fork_continues_its_parent_and_leaves_it_unchanged(home: Path):
     files = Files(home / "store")
     nodes = Nodes(files)
