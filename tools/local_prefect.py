@@ -32,6 +32,7 @@ from flows.environment import CLIENT_SETTINGS, keep_caches_in
 from rlpipe.errors import ResourceError
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.system.certificates import certificates
+from rlpipe.system.imports import quick_imports
 from tools.kept_server import KeptServer, idle_s
 
 START_TIMEOUT_S = 180.0
@@ -226,7 +227,8 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
     """
     deadline = time.monotonic() + START_TIMEOUT_S
     # Ray and the clients of the actors, which every run needs, while the server imports Prefect.
-    import_module("rlpipe.actors.client")
+    with quick_imports():
+        import_module("rlpipe.actors.client")
     while time.monotonic() < deadline and server.poll() is None:
         if answers(f"{url}/api/health") and listens(server.pid, int(url.rpartition(":")[2])):
             return True

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
+from rlpipe.system.imports import quick_imports
 from rlpipe.system.orphan import end_with
 from tools.kept_server import end_when_unused
 
@@ -21,4 +23,7 @@ if __name__ == "__main__":
         end_when_unused(Path(sys.argv.pop(1)), float(sys.argv.pop(1)))
     else:
         end_with(int(word))
+    with quick_imports():
+        import_module("prefect.server.api.server")
+        import_module("prefect.cli.server")
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

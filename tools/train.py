@@ -32,6 +32,7 @@ from rlpipe.errors import RlpipeError
 from rlpipe.observe.terminal import Screen, waiting_for
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
+from rlpipe.system.imports import quick_imports
 from tools.command import parsers
 from tools.command.run_words import apply_flags, notes, option_names, read_words
 
@@ -71,7 +72,7 @@ def drive(arguments: argparse.Namespace) -> int:
     """Run the train flow to its end in this process."""
 
     def start() -> Awaitable[dict[str, Any]]:
-        with waiting_for("import of the stages"):
+        with waiting_for("import of the stages"), quick_imports():
             from flows.train import train
 
         return train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
@@ -116,7 +117,7 @@ def finish(
 
 def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
     """Run a flow under the running server. Raises: KeyboardInterrupt, RlpipeError."""
-    with waiting_for("import of Prefect and Ray"):
+    with waiting_for("import of Prefect and Ray"), quick_imports():
         from flows.stopping import Preempted
         from rlpipe.actors.ray.local_ray import disconnect
         from tools.local_prefect import drain

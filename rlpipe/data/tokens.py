@@ -22,6 +22,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.model_dir import read_object
+from rlpipe.system.imports import quick_imports
 from rlpipe.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
             "no such model directory", where="model.source.hf_checkpoint", found=directory
         )
     try:
-        from transformers import AutoTokenizer  # takes seconds to import
+        with quick_imports():
+            from transformers import AutoTokenizer  # takes seconds to import
 
         # local_files_only: a missing file must not become a request to the Hugging Face hub.
         return AutoTokenizer.from_pretrained(

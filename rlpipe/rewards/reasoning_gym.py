@@ -16,13 +16,15 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.factory import DATASETS
-
 from rlpipe.config.data import ReasoningGymReward
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.system.imports import quick_imports
 from rlpipe.types import Sample
+
+with quick_imports():  # sympy, matplotlib and 100 tasks
+    import reasoning_gym
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
 
 METADATA_KEY = "reasoning_gym"
 

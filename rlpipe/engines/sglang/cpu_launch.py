@@ -175,12 +175,18 @@ def hook_start() -> None:
     )
 
 
+def _hook_all() -> None:
+    hook()
+    hook_start()
+
+
 install()
 
 if __name__ in ("__main__", "__mp_main__"):
     launch.hide_megatron()
+
+if __name__ == "__mp_main__":
     hook()
 
 if __name__ == "__main__":
-    hook_start()
-    launch.main(sys.argv[1:])
+    launch.main(sys.argv[1:], prepare=_hook_all)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from rlpipe.system import orphan
+from rlpipe.system.imports import quick_imports
 
 
 def hide_megatron() -> None:
@@ -24,17 +27,25 @@ def hide_megatron() -> None:
     sys.modules.update(hidden)
 
 
-def main(argv: list[str]) -> None:
-    """Serve until killed. All child processes are ended in any case."""
+def main(argv: list[str], prepare: Callable[[], None] | None = None) -> None:
+    """Serve until killed. All child processes are ended in any case.
+
+    `prepare` is called before SGLang is imported completely.
+    """
     parent, arguments = orphan.take_parent(argv)
     if parent is not None:
         orphan.end_with(parent)
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with quick_imports():
+        if prepare is not None:
+            prepare()
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
-    load_plugins()
+        # `run_server` imports it.
+        import_module("sglang.srt.entrypoints.http_server")
+        load_plugins()
     try:
         run_server(prepare_server_args(arguments))
     finally:
