@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlpipe.config.load import load_with_origin
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.slime.command_line import ParsedFlags, read_flags
-from rlpipe.slime.launch_script import train_words
+from rlpipe.slime.launch_script import read_launch
 from tools.command import parsers
 from tools.command.run_words import apply_flags, notes, read_words
 from tools.config import annotated, given_values, sources_of
 from tools.piped import piped
 
+OF_SLIME = ("PYTHONPATH", "MASTER_ADDR", "no_proxy", "NO_PROXY", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Variables that slime's processes need, or that rlpipe sets itself."""
+INT4 = "OPEN_TRAINING_INT4_"
+INT4_TRAINING = f"{INT4}FAKE_QAT_FLAG"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -35,10 +41,10 @@ def main() -> int:
     arguments, words = read_words(parsers.from_slime(), sys.argv[1:])
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            source, given = words_of(words, Path(scratch))
+            source, given, environment = words_of(words, Path(scratch))
             flags = read_flags(given)
             recipe = recipe_of(flags, source)
-            remarks = notes(flags)
+            remarks = [*notes(flags), *environment_notes(environment)]
         if arguments.output:
             write(Path(arguments.output), recipe)
     except RlpipeError as error:
@@ -54,13 +60,13 @@ def main() -> int:
     return 0
 
 
-def words_of(words: list[str], scratch: Path) -> tuple[str, list[str]]:
-    """Return the source of the arguments, and the arguments of slime.
+def words_of(words: list[str], scratch: Path) -> tuple[str, list[str], dict[str, str]]:
+    """Return the source of the arguments, the arguments of slime, and the job's environment.
 
     `scratch`: folder of the files that a script makes. Raises: ConfigError.
     """
     if not words or words[0].startswith("-"):
-        return "arguments of slime", words
+        return "arguments of slime", words, {}
     script, *rest = words
     first = next((n for n, word in enumerate(rest) if word.startswith("-")), len(rest))
     rest, more = rest[:first], rest[first:]
@@ -71,7 +77,24 @@ def words_of(words: list[str], scratch: Path) -> tuple[str, list[str]]:
             expected=f"NAME=VALUE after {script}",
         )
     variables = dict(word.split("=", 1) for word in rest)
-    return Path(script).name, [*train_words(Path(script), variables, scratch), *more]
+    launch = read_launch(Path(script), variables, scratch)
+    return Path(script).name, [*launch.words, *more], launch.environment
+
+
+def environment_notes(environment: Mapping[str, str]) -> list[str]:
+    """Return notes on variables of the Ray job, which are no part of a recipe."""
+    lines = []
+    others = {name: value for name, value in environment.items() if name not in OF_SLIME}
+    if others.pop(INT4_TRAINING, "0") not in ("", "0"):
+        others = {name: value for name, value in others.items() if not name.startswith(INT4)}
+        lines.append(
+            f"note: {INT4_TRAINING}: INT4 training is not supported; weights are trained and "
+            "sampled in the dtype of the model"
+        )
+    if others:
+        words = " ".join(f"{name}={shlex.quote(value)}" for name, value in others.items())
+        lines.append(f"note: the environment of slime's job, for that of rlpipe train: {words}")
+    return lines
 
 
 def recipe_of(flags: ParsedFlags, source: str) -> str:

@@ -1,6 +1,7 @@
 """Read the arguments of training from a launch script of slime.
 
     train_words(Path("run-qwen3-4B.sh"), {"BASE_FOLDER": "/data"})    the words after train.py
+    read_launch(Path("run-qwen3-4B.sh"), {}).environment              variables of the Ray job
 
 Launch scripts build arrays (`MODEL_ARGS=(...)`), source the script of a model, compute values in
 loops, stop old processes, start Ray and submit `python3 train.py ${MODEL_ARGS[@]} ...`. bash itself
@@ -12,12 +13,14 @@ script, not from a hostile one.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rlpipe.errors import ConfigError
 
@@ -100,10 +103,24 @@ builtin source "$1"
 """
 
 
+class Launch(NamedTuple):
+    """What a launch script starts."""
+
+    words: list[str]
+    """Words after train.py or train_async.py."""
+    environment: dict[str, str]
+    """`env_vars` of the Ray job."""
+
+
 def train_words(
     script: Path, variables: Mapping[str, str], scratch: Path | None = None
 ) -> list[str]:
-    """Return the words that the script passes to train.py or train_async.py.
+    """Return the words of `read_launch`."""
+    return read_launch(script, variables, scratch).words
+
+
+def read_launch(script: Path, variables: Mapping[str, str], scratch: Path | None = None) -> Launch:
+    """Return the words that the script passes to train.py or train_async.py, and the environment.
 
     `variables`: shell variables that the script reads from its environment. `scratch`: folder of
     the files that the script makes with mktemp; None: they are removed.
@@ -120,7 +137,7 @@ def train_words(
     for words in reversed(list(_commands(records))):
         for number, word in enumerate(words):
             if Path(word).name in PROGRAMS:
-                return words[number + 1 :]
+                return Launch(words[number + 1 :], _job_environment(words[:number]))
     if missing := [words[0] for kind, *words in records if kind == "missing"]:
         raise ConfigError(
             "the launch script sources a file that does not exist",
@@ -135,6 +152,19 @@ def train_words(
         expected=f"a command with {' or '.join(PROGRAMS)}",
         do="give variables that the script needs as NAME=VALUE after its path",
     )
+
+
+def _job_environment(words: list[str]) -> dict[str, str]:
+    """Return the variables of `ray job submit --runtime-env-json`; {} if it is no valid JSON."""
+    option = "--runtime-env-json"
+    text = next((word for word in words if word.startswith(f"{option}=")), "").partition("=")[2]
+    if option in words[:-1]:
+        text = words[words.index(option) + 1]
+    try:
+        variables = json.loads(text)["env_vars"]
+        return {str(name): str(value) for name, value in variables.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def _commands(records: list[list[str]]) -> Iterator[list[str]]:

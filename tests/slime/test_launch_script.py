@@ -8,7 +8,7 @@ import pytest
 
 from rlpipe.errors import ConfigError
 from rlpipe.slime import launch_script
-from rlpipe.slime.launch_script import train_words
+from rlpipe.slime.launch_script import read_launch, train_words
 
 SCRIPT = r"""#!/bin/bash
 pkill -9 sglang
@@ -87,6 +87,17 @@ def test_arrays_loops_and_sourced_scripts_are_expanded(script: Path):
         *("--hf-checkpoint", "/data/model", "--save", "/root/a folder/", "--save-interval", "20"),
         *("--sglang-cuda-graph-bs", "1", "2", "16", "24", "32", "40", "1", "2", "3"),
     ]
+
+
+def test_the_environment_of_the_job_is_read(script: Path):
+    launch = read_launch(script, {"BASE_FOLDER": "/data"})
+    assert launch.environment == {"PYTHONPATH": "/root/Megatron-LM/"}
+    script.write_text(
+        'ray job submit --runtime-env-json \'{"env_vars": {"A": 1}}\' -- python3 train.py\n'
+    )
+    assert read_launch(script, {}) == ([], {"A": "1"})
+    script.write_text("ray job submit --runtime-env-json='{' -- python3 train.py --lr 1\n")
+    assert read_launch(script, {}) == (["--lr", "1"], {})
 
 
 def test_no_program_runs_and_no_file_is_written(script: Path):

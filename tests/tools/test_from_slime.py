@@ -52,6 +52,20 @@ def test_a_script_becomes_the_recipe_of_its_arguments(command: Command, tmp_path
     assert (tmp_path / "new.yaml").read_text().startswith("# Converted from run.sh by")
 
 
+def test_the_environment_of_the_job_is_a_note(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    variables = '{"PYTHONPATH": "/x", "NCCL_IB_TC": "160", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}'
+    (tmp_path / "run.sh").write_text(
+        f"ray job submit --runtime-env-json='{{\"env_vars\": {variables}}}' "
+        f"-- python3 train.py {' '.join(FLAGS)}\n"
+    )
+    assert command("run.sh", "-o", "new.yaml") == 0
+    notes = capsys.readouterr().err
+    assert "rlpipe train: NCCL_IB_TC=160\n" in notes
+    assert "INT4 training is not supported" in notes and "PYTHONPATH" not in notes
+
+
 def test_flags_after_the_script_replace_its_own(command: Command, tmp_path: Path):
     (tmp_path / "run.sh").write_text(f"python3 train.py {' '.join(FLAGS)} --num-epoch 2\n")
     assert command("run.sh", "X=1", "--num-rollout", "7", "--lr", "2e-6", "-o", "new.yaml") == 0

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
 from tools.slime_counts.launches import Launch
@@ -227,3 +229,10 @@ def _use_rows(flags: dict[str, list[str]], folder: Path, *, needs_answers: bool)
         flags["prompt_data"] = [rows("train.jsonl", "")]
     if "eval_prompt_data" in flags:
         flags["eval_prompt_data"] = ["stand_in", rows("test.jsonl", "eval_")]
+    if "eval_config" in flags:
+        content = yaml.safe_load(Path(flags["eval_config"][0]).read_text(encoding="utf-8"))
+        for dataset in content["eval"]["datasets"]:
+            dataset |= {"path": rows("test.jsonl", "eval_"), "n_samples_per_eval_prompt": 1}
+        content["eval"].setdefault("defaults", {})["max_response_len"] = 8
+        flags["eval_config"] = [str(folder / "eval.yaml")]
+        (folder / "eval.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
