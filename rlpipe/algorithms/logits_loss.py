@@ -26,8 +26,8 @@ sum over tokens. Loss and metrics are scalars; they are divided by the step's nu
 tokens) afterwards. All tensor parallel ranks must compute the same loss, each from its own columns.
 
 `get_responses`, `get_log_probs_and_entropy`, `compute_policy_loss`, `compute_approx_kl`,
-`icepop_function` and `vanilla_tis_function` are slime's functions. `rlpipe.slime.modules` makes
-them importable under slime's names.
+`icepop_function`, `vanilla_tis_function`, `all_gather_with_cp` and `slice_log_prob_with_cp` are
+slime's functions. `rlpipe.slime.modules` makes them importable under slime's names.
 """
 
 from __future__ import annotations
@@ -147,6 +147,36 @@ def _positions(total: int, share: Share) -> torch.Tensor:
     size = -(-total // (2 * share.cp_size))
     chunks = (share.cp_rank, 2 * share.cp_size - 1 - share.cp_rank)
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
+
+
+def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int) -> Any:
+    """Return this rank's values of a response: all of them outside a custom loss.
+
+    Corrections and reducers get whole responses, so slime's functions for them need no other rank.
+    """
+    share = _share.get()
+    if share.cp_size == 1:
+        return log_prob
+    first = total_length - response_length - 1
+    positions = _positions(total_length, share)
+    kept = positions[(positions >= first) & (positions < total_length - 1)] - first
+    return torch.as_tensor(log_prob)[kept]
+
+
+def all_gather_with_cp(
+    tensor: torch.Tensor, total_length: int, response_length: int
+) -> torch.Tensor:
+    """Return the values of a whole response from those of this rank.
+
+    Raises: DataError in a custom loss with context parallelism, which has no such exchange.
+    """
+    if _share.get().cp_size > 1:
+        raise DataError(
+            "all_gather_with_cp is called in a custom loss with context parallelism",
+            where=LOSS_KEY,
+            do="compute with this rank's tokens, or in custom_tis_function_path",
+        )
+    return tensor
 
 
 def get_log_probs_and_entropy(

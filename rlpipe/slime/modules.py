@@ -37,6 +37,7 @@ MODULES: dict[str, str] = {
     "slime": "",
     "slime.backends": "",
     "slime.backends.megatron_utils": "",
+    "slime.backends.megatron_utils.cp_utils": _LOSSES,
     "slime.backends.megatron_utils.loss": _LOSSES,
     "slime.rollout": "",
     "slime.rollout.base_types": _OUTPUTS,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.algorithms import logits_loss as functions
 from rlpipe.algorithms.logits_loss import (
     Share,
     compute_approx_kl,
@@ -118,3 +119,17 @@ def test_an_unreduced_loss_is_refused_and_an_empty_one_has_a_gradient():
     )
     loss.backward()
     assert logits.grad is not None and logits.grad.abs().max() == 0
+
+
+def test_values_of_a_response_are_whole_without_context_parallelism_and_sliced_with_it():
+    values = torch.arange(5.0)
+    assert functions.slice_log_prob_with_cp(values, 8, 5) is values
+    assert functions.all_gather_with_cp(values, 8, 5) is values
+    parts = []
+    for rank in range(2):
+        with functions.shared_as(functions.Share(cp_size=2, cp_rank=rank)):
+            parts.append(functions.slice_log_prob_with_cp(values.tolist(), 8, 5))
+            with pytest.raises(DataError, match="all_gather_with_cp is called in a custom loss"):
+                functions.all_gather_with_cp(values, 8, 5)
+    # Rank 0 has the tokens 0, 1, 6, 7 of 8; tokens 2 to 6 predict the response.
+    assert [part.tolist() for part in parts] == [[4.0], [0.0, 1.0, 2.0, 3.0]]
