@@ -143,6 +143,9 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
             where=f"{where}: model_type",
             found=kind,
             expected=f"one of {', '.join(sorted({*FAMILIES, *SAME_AS}))}",
+            do="write its text model with `python -m tools.text_model`, and use that"
+            if f"{kind}_text" in FAMILIES
+            else "use another model",
         )
     try:
         problems = [
