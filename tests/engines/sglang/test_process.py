@@ -277,8 +277,10 @@ def test_a_free_port_can_include_the_following_ports(monkeypatch):
 def test_a_taken_port_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ResourceError, match=f"127.0.0.1:{port}"):
+        with pytest.raises(ResourceError, match=f"127.0.0.1:{port}") as caught:
             Router(EngineConfig(), port=port, log_path=tmp_path / "log").start()
+        # No key chooses the port, so another start is the advice.
+        assert "start the run again" in str(caught.value.do)
 
 
 @pytest.mark.integration
