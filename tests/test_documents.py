@@ -34,6 +34,7 @@ ROOMS = [
     "rlpipe/rollout",
     "rlpipe/algorithms",
     "rlpipe/config",
+    "rlpipe/slime",
     "flows",
     "rlpipe/engines",
     "tools/bench",
