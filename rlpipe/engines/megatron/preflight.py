@@ -22,6 +22,7 @@ import rlpipe
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
+from rlpipe.system.imports import quick_imports
 
 DEADLINE_S = 300.0
 _accepted: set[tuple[str, str]] = set()
@@ -179,4 +180,5 @@ def _has_transformer_engine() -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps(refused(json.loads(sys.stdin.read()))))
+    with quick_imports():
+        print(json.dumps(refused(json.loads(sys.stdin.read()))))
