@@ -93,8 +93,3 @@ def read_hermes(text: str) -> Call:
     if not isinstance(arguments, dict):
         return Call(content["name"], {}, "arguments is not an object")
     return Call(content["name"], arguments)
-
-
-def without_calls(turn: str) -> str:
-    """Return the text of a turn without its Hermes calls."""
-    return _HERMES.sub("", turn).strip()

@@ -24,17 +24,24 @@ _BAD_REQUEST = (
     RecursionError,
     EngineRejected,
 )
-_OPENAI_TYPES = {400: "invalid_request_error", 504: "timeout", 503: "server_error"}
-_ANTHROPIC_TYPES = {400: "invalid_request_error", 504: "timeout_error", 503: "overloaded_error"}
+_BAD = "invalid_request_error"
+_OPENAI_TYPES = {504: "timeout", 503: "server_error"}
+_ANTHROPIC_TYPES = {404: "not_found_error", 504: "timeout_error", 503: "overloaded_error"}
 
 
 @web.middleware
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Any]
 ) -> web.StreamResponse:
-    """Answer 400 to wrong requests, 504 and 503 for engines without an answer."""
+    """Answer 400 to wrong requests, 504 and 503 for engines without an answer.
+
+    Statuses of aiohttp, such as 404 for an unknown path, are kept.
+    """
     try:
         return await handler(request)
+    except web.HTTPException as error:
+        status = error.status
+        body = error_body(request.path, status, error)
     except _BAD_REQUEST as error:
         status = 400
         body = error_body(request.path, status, error)
@@ -54,14 +61,14 @@ def error_body(
     kind = type(error).__name__
     message = str(error) if isinstance(error, RlpipeError) else f"{kind}: {error}"
     if "/v1/messages" in path:
-        details = {"type": _ANTHROPIC_TYPES[status], "message": message}
+        details = {"type": _ANTHROPIC_TYPES.get(status, _BAD), "message": message}
         return {"type": "error", "error": details}
     if streamed and path.endswith("/v1/responses"):
         return {"type": "error", "code": kind, "message": message, "param": None}
     if "/v1/" in path:
         details = {
             "message": message,
-            "type": _OPENAI_TYPES[status],
+            "type": _OPENAI_TYPES.get(status, _BAD),
             "param": None,
             "code": kind,
         }

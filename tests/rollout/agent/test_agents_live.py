@@ -141,20 +141,22 @@ async def _agents(live) -> AsyncIterator[SimpleNamespace]:
 
     end_ids = [tokenizer.eos_token_id]
     options: Any = {"vocab_size": len(tokenizer), "deadline_s": 120.0, "end_ids": end_ids}
-    async with _Recording(live.router.url, **options) as client:
-        async with Gateway(client, tokenizer, context_len=CONTEXT, routes=routes) as gateway:
-            opened[0].begin(Sample(session_id="s"))
-            url = f"{gateway.url}/sessions/s"
-            async with (
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n", max_retries=0) as chat,
-                anthropic.AsyncAnthropic(base_url=url, api_key="n", max_retries=0) as claude,
-            ):
-                yield SimpleNamespace(
-                    chat=chat,
-                    claude=claude,
-                    client=client,
-                    samples=lambda: opened[0].samples(Sample(session_id="s")),
-                )
+    async with (
+        _Recording(live.router.url, **options) as client,
+        Gateway(client, tokenizer, context_len=CONTEXT, routes=routes) as gateway,
+    ):
+        opened[0].begin(Sample(session_id="s"))
+        url = f"{gateway.url}/sessions/s"
+        async with (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n", max_retries=0) as chat,
+            anthropic.AsyncAnthropic(base_url=url, api_key="n", max_retries=0) as claude,
+        ):
+            yield SimpleNamespace(
+                chat=chat,
+                claude=claude,
+                client=client,
+                samples=lambda: opened[0].samples(Sample(session_id="s")),
+            )
 
 
 def _check(live, samples: list[Sample], client: _Recording, num_samples: int) -> None:

@@ -259,6 +259,9 @@ async def test_clients_raise_their_own_errors():
                 model="m", messages=HELLO, extra_body={"regex": "[ab]"}
             )
         assert refused.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.embeddings.create(model="m", input="x")
+        assert missing.value.type == "invalid_request_error"
         with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
             await other.messages.create(
                 model="m", max_tokens=9, messages=HELLO, extra_body={"mcp_servers": []}
