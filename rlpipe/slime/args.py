@@ -126,10 +126,12 @@ def _derived(config: RunConfig) -> dict[str, Any]:
         "update_weight_mode": mode,
         "update_weight_transport": transport,
         "hf_checkpoint": model,
-        "ref_load": model,
+        "ref_load": config.reference.ref_load or model,
         "load": config.flags.get("load", config.store.root),
         "save": config.store.root,
-        "critic_load": config.critic.hf_checkpoint or config.flags.get("critic_load"),
+        "critic_load": config.critic.megatron_checkpoint
+        or config.critic.hf_checkpoint
+        or config.flags.get("critic_load"),
         "critic_save": config.flags.get("critic_save", config.store.root),
         "critic_lr": critic.lr,
         "critic_lr_warmup_iters": critic.lr_warmup_steps,

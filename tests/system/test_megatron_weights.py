@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpipe.config.model import ModelConfig
 from rlpipe.errors import ConfigError
+from rlpipe.lineage.source_weights import WeightSource, local_directory
 from rlpipe.model_dir import directory_here, model_directory
 
 SIZES: dict[str, Any] = {
@@ -63,6 +64,12 @@ def test_a_checkpoint_is_converted_once_and_has_its_own_weights(tmp_path: Path, 
     assert model_directory(model, tmp_path / "home", seed=0) == directory
     assert "converting" not in capfd.readouterr().err
     assert directory_here(directory, model.source) == directory
+    for key in ("reference.ref_load", "teacher.opd_teacher_load", "critic.megatron_checkpoint"):
+        source_of_role = WeightSource(key, str(tmp_path / "dist"))
+        assert local_directory(source_of_role, str(origin), tmp_path / "home") == directory
+    assert local_directory(WeightSource("reference.ref_load", str(other)), "", tmp_path) == str(
+        other
+    )
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path):

@@ -63,6 +63,11 @@ def test_iterations_that_slime_has_done_are_left_out_of_the_run_but_not_of_its_s
     assert (constant.num_rollout, constant.train.optimizer.lr_decay_steps) == (1, None)
     assert configured(f"{load} --finetune").num_rollout == 3
     assert configured("--start-rollout-id 2").num_rollout == 1
+    both = f"--load {folder.parent} --save {folder.parent}"
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("1")
+    before = configured(both)
+    (folder.parent / "rlpipe" / "branches" / "run").mkdir(parents=True)
+    assert configured(both) == before  # the same command continues the run
     with pytest.raises(ConfigError) as caught:
         configured(f"{load} --start-rollout-id 3")
     assert caught.value.where == "--num-rollout"
