@@ -68,8 +68,13 @@ def named_failures(where: str) -> Iterator[None]:
         raise ObjectMissing("the object does not exist", where=where) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            do = "free disk space (`rlpipe gc` lists garbage), or move store.root"
-            raise StoreFull("no space left", where=where, found=error.strerror, do=do) from error
+            raise StoreFull(
+                "no space left",
+                where=where,
+                found=error.strerror,
+                do="free disk space (`rlpipe gc` lists garbage) and repeat the command, "
+                "or move store.root",
+            ) from error
         raise StoreError(
             "file system operation failed", where=where, found=error.strerror or error
         ) from error

@@ -291,6 +291,7 @@ def test_a_quota_is_a_full_disk(local_files: Files, number: int, monkeypatch: py
     with pytest.raises(StoreFull) as caught:
         local_files.create("x", b"1")
     assert caught.value.found == os.strerror(number)
+    assert "repeat the command" in str(caught.value.do)
 
 
 WRITE_FOREVER = """
