@@ -5,6 +5,8 @@ functions work; `args` has slime's names:
 
     custom_advantage_function_path
         (args, rollout_data) -> None; sets rollout_data["advantages"], ["returns"]
+    rollout_data_postprocess_path
+        (args, rollout_id, rollout_data) -> None; changes "advantages", "returns" or "loss_masks"
     custom_tis_function_path
         (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
         response_lengths, **others) -> (pg_loss, masks, metrics)
@@ -50,6 +52,7 @@ Function = Callable[..., Any]
 
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_advantage_function_path": (("args", "rollout_data"), ()),
+    "rollout_data_postprocess_path": (("args", "rollout_id", "rollout_data"), ()),
     "custom_tis_function_path": (
         ("args",),
         (
@@ -118,6 +121,29 @@ def custom_estimates(
     if returns is None:
         return Estimates(advantages, advantages)
     return Estimates(advantages, _flatten(returns, lengths, where, "returns"))
+
+
+def postprocessed(
+    function: Function,
+    args: Any,
+    rollout_id: int,
+    rollout_data: dict[str, Any],
+    lengths: np.ndarray,
+) -> tuple[Estimates, np.ndarray]:
+    """Call the post-processing of a batch and return its estimates and its loss mask, [R] each.
+
+    Raises: DataError if a column does not have one value per response token, or a mask has another
+    value than 0 and 1.
+    """
+    function(args, rollout_id, rollout_data)
+    where = "rollout_data_postprocess_path"
+    names = ("advantages", "returns", "loss_masks")
+    advantages, returns, mask = (
+        _flatten(rollout_data[name], lengths, where, name) for name in names
+    )
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError("a loss mask is not 0 or 1", where=where, found=sorted({*mask})[:5])
+    return Estimates(advantages, returns), mask
 
 
 def custom_correction(

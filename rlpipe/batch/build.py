@@ -132,12 +132,17 @@ def fix_batch(
 
 
 def with_advantages(
-    batch: Batch, columns: BatchColumns, config: AdvantageConfig, hook_args: Any = None
+    batch: Batch,
+    columns: BatchColumns,
+    config: AdvantageConfig,
+    hook_args: Any = None,
+    *,
+    iteration: int = 0,
 ) -> BatchColumns:
     """Return the columns with `advantages` and `returns`.
 
     `columns`: the batch's columns with the log-probs and values of the models. `hook_args`: the
-    `args` of user functions.
+    `args` of user functions. `iteration`: their `rollout_id`.
 
     Raises: ValueError if the estimator needs a column that is missing; DataError if a user function
     returns a wrong value; ConfigError if the function does not exist.
@@ -158,7 +163,29 @@ def with_advantages(
     estimates = estimate(scored, config, estimator)
     if estimates is None:
         return columns
-    return columns.with_columns(advantages=estimates.advantages, returns=estimates.returns)
+    columns = columns.with_columns(advantages=estimates.advantages, returns=estimates.returns)
+    path = config.rollout_data_postprocess_path
+    return columns if path is None else _postprocessed(batch, columns, path, hook_args, iteration)
+
+
+def _postprocessed(
+    batch: Batch, columns: BatchColumns, path: str, hook_args: Any, iteration: int
+) -> BatchColumns:
+    """Return the columns after the user's post-processing of the estimated batch."""
+    function = custom.load("rollout_data_postprocess_path", path)
+    rollout_data = _rollout_data(batch, columns, batch.rewards, np.zeros(len(columns.loss_mask)))
+    for name in NOT_ESTIMATED:
+        column = getattr(columns, name)
+        parts = columns.split(column)
+        rollout_data[name] = [torch.from_numpy(part.astype(np.float32)) for part in parts]
+    estimates, mask = custom.postprocessed(
+        function, hook_args, iteration, rollout_data, columns.response_lengths
+    )
+    return columns.with_columns(
+        advantages=estimates.advantages,
+        returns=estimates.returns,
+        loss_mask=mask.astype(columns.loss_mask.dtype),
+    )
 
 
 def _custom_estimator(

@@ -84,6 +84,9 @@ class AdvantageConfig(Config):
     """User function that replaces the estimator: `(args, rollout_data) -> None` sets
     `rollout_data["advantages"]` and `["returns"]`. `path/to/file.py:function` or
     `module.function`. None: the estimator."""
+    rollout_data_postprocess_path: str | None = None
+    """User function that changes the estimated batch: `(args, rollout_id, rollout_data) -> None`
+    changes `rollout_data["advantages"]`, `["returns"]` or `["loss_masks"]`. None: no change."""
     reference: bool = False
     """Score the batch with the reference model too. KL terms need it."""
     score_proximal: bool = True
@@ -106,7 +109,8 @@ class AdvantageConfig(Config):
     @property
     def hooks(self) -> tuple[str, ...]:
         """Paths of the user functions."""
-        return (self.custom_advantage_function_path,) if self.custom_advantage_function_path else ()
+        paths = (self.custom_advantage_function_path, self.rollout_data_postprocess_path)
+        return tuple(path for path in paths if path)
 
     @model_validator(mode="before")
     @classmethod

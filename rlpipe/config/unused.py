@@ -183,6 +183,11 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "advantage.kl_coef above 0",
     ),
     _needs(
+        "advantage.rollout_data_postprocess_path",
+        lambda c: c.advantage.advantage_estimator != "none",
+        "an advantage.advantage_estimator other than none",
+    ),
+    _needs(
         "advantage.normalize_advantages",
         lambda c: (
             c.advantage.advantage_estimator != "none" or c.advantage.custom_advantage_function_path

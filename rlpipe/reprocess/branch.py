@@ -461,7 +461,11 @@ def reestimated(
     )
     batch = replace(batch, dropped={**batch.dropped, **unscored})
     return batch, with_advantages(
-        batch, _with_stored(batch, stored, keys), config.advantage, slime_args(config)
+        batch,
+        _with_stored(batch, stored, keys),
+        config.advantage,
+        slime_args(config),
+        iteration=version,
     )
 
 

@@ -135,12 +135,7 @@ SLIME: tuple[Flag, ...] = (
     to("update_weight_buffer_size", "int", 512 * 1024**2, "sync.update_weight_buffer_size"),
     to("update_weights_interval", "int", 1, "sync.update_weights_interval"),
     built("keep_old_actor", "on", False, "train.loss.use_rollout_logprobs"),
-    refused(
-        "rollout_data_postprocess_path",
-        "str",
-        None,
-        "use --custom-reward-post-process-path or --custom-advantage-function-path",
-    ),
+    to("rollout_data_postprocess_path", "str", None, "advantage.rollout_data_postprocess_path"),
     neutral("rollout_data_transport", "str", "object-store", "batches go through the store"),
     to("rollout_external_engine_addrs", "strs", None, "resources.external_engines"),
     to("async_buffer_size", "int", 0, "async_buffer_size"),

@@ -451,3 +451,28 @@ def test_an_estimator_of_the_user_sees_the_batch_under_slimes_names(tmp_path: Pa
     found = with_advantages(batch, columns, config, "args").advantages
     assert found is not None
     assert found[::3].tolist() == [-1, 1, 1, -1]
+
+
+def test_a_function_of_the_user_changes_the_estimated_batch(tmp_path: Path):
+    hook = tmp_path / "mine.py"
+    hook.write_text(
+        "def mine(args, rollout_id, rollout_data):\n"
+        "    assert (args, rollout_id) == ('args', 7)\n"
+        "    for part, mask in zip(rollout_data['advantages'], rollout_data['loss_masks']):\n"
+        "        part *= 2\n"
+        "        mask[0] = 0\n"
+        "def wrong(args, rollout_id, rollout_data):\n"
+        "    rollout_data['loss_masks'][0][0] = 2\n"
+    )
+    batch = four()
+    columns = batch.columns.with_columns(proximal_log_probs=np.full(12, -2.0, np.float32))
+    plain = with_advantages(batch, columns, AdvantageConfig())
+    config = AdvantageConfig(rollout_data_postprocess_path=f"{hook}:mine")
+    changed = with_advantages(batch, columns, config, "args", iteration=7)
+    assert plain.advantages is not None and changed.advantages is not None
+    assert np.allclose(changed.advantages, 2 * plain.advantages)
+    assert np.array_equal(changed.returns, plain.returns)  # pyright: ignore[reportArgumentType]
+    assert changed.loss_mask.tolist() == [0, 1, 1] * 4
+    config = AdvantageConfig(rollout_data_postprocess_path=f"{hook}:wrong")
+    with pytest.raises(DataError, match="a loss mask is not 0 or 1"):
+        with_advantages(batch, columns, config)

@@ -66,7 +66,9 @@ class TrainerRank(Rank[MegatronEngine]):
             return None
         if not supervised:
             scored = with_teacher_server_scores(columns, spec)
-            columns = with_advantages(batch, scored, spec.advantage, spec.hook_args)
+            columns = with_advantages(
+                batch, scored, spec.advantage, spec.hook_args, iteration=version
+            )
         record = write_batch(self._files, key, batch, columns)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
         if spec.advantage.reference:
