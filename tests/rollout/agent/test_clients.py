@@ -11,7 +11,7 @@ import pytest
 
 from rlpipe.rollout.agent.chat_sessions import FIXED_SAMPLING, NOT_APPLIED
 from rlpipe.types import Sample
-from tests.rollout.agent.test_openai_stream import CALL, HELLO, TOOLS, Engine, opened
+from tests.rollout.agent.test_openai_api import CALL, HELLO, TOOLS, Engine, opened
 
 FUNCTION: dict[str, Any] = TOOLS[0]["function"]
 RESPONSES_TOOLS: Any = [{"type": "function", **FUNCTION}]
@@ -100,6 +100,9 @@ async def test_formats_and_forced_calls_become_grammars():
         assert "structural_tag" not in engine.sampling[-1], (
             "training applies a grammar only where the request forces it"
         )
+    async with opened(engine, evaluation=True) as (client, _, _):
+        await client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS)
+        assert "look" in engine.sampling[-1]["structural_tag"], "the tool is strict"
 
 
 async def test_a_reply_under_a_grammar_is_streamed_once_it_is_complete():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agent.test_openai_stream import HELLO, TOOLS, Engine, opened
+from tests.rollout.agent.test_openai_api import HELLO, TOOLS, Engine, opened
 
 DEEP = "[" * 100_000
 CHATS: list[Any] = [
