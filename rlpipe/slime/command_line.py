@@ -212,15 +212,26 @@ def _typed(type_text: str, words: list[str], option: str) -> Any:
 
 
 def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
-    known = [
+    """Return the error of an unknown flag with the nearest ones.
+
+    Flags of slime and Megatron come before those of SGLang, which have its prefix.
+    """
+    bare = [
         *FLAGS,
         *(option.lstrip("-").replace("-", "_") for option in also),
+        *names.megatron_options(),
+        *_argument_names("megatron"),
+    ]
+    prefixed = [
         *(f"sglang_{key}" for key in _argument_names("sglang")),
         *(f"router_{key}" for key in _argument_names("router")),
-        *_argument_names("megatron"),
-        *names.megatron_options(),
     ]
-    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.6)
+    has_prefix = name.startswith(tuple(PREFIXES))
+    close = [
+        match
+        for known in ((prefixed, bare) if has_prefix else (bare, prefixed))
+        for match in difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.6)
+    ][:3]
     return ConfigError(
         "unknown flag",
         where=f"--{name.replace('_', '-')}",

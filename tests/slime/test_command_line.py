@@ -61,6 +61,14 @@ def test_a_value_that_looks_like_an_override_is_a_value():
     assert read_flags(["--rm-url", "a=b"]).own == {"rm_url": "a=b"}
 
 
+def test_a_flag_without_prefix_is_first_compared_with_those_of_slime_and_megatron():
+    error = refused("--decoder-last-pipeline-num-layer 5")
+    assert (error.expected or "").startswith("--decoder-last-pipeline-num-layers or ")
+    assert "--sglang" not in (error.expected or "")
+    error = refused("--sglang-mem-fraction-statik 0.5")
+    assert (error.expected or "").startswith("--sglang-mem-fraction-static")
+
+
 @pytest.mark.parametrize(
     ("words", "where", "expected"),
     [

@@ -22,7 +22,8 @@ from rlpipe.slime.megatron_flags import MODEL
 from tools.slime_counts.launches import Launch
 from tools.slime_counts.stand_ins import model_type, write_model, write_rows
 
-TIMEOUT_S = 900.0
+TIMEOUT_S = 600.0
+GRACE_S = 60.0
 SIZES = {
     "num_rollout": 2,
     "rollout_batch_size": 2,
@@ -114,23 +115,33 @@ def start(launch: Launch, checkout: Path, folder: Path) -> str:
     (folder / "words.json").write_text(json.dumps(command), encoding="utf-8")
     output = folder / "output.txt"
     with output.open("w", encoding="utf-8") as file:
-        try:
-            code = subprocess.run(
-                command,
-                cwd=checkout,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                    "RLPIPE_HOME": str(folder.parent / "home"),
-                },
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"did not end within {TIMEOUT_S:g} s ({output})"
+        process = subprocess.Popen(
+            command,
+            cwd=checkout,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "RLPIPE_HOME": str(folder.parent / "home"),
+            },
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        code = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return f"did not end within {TIMEOUT_S:g} s ({output})"
     return "" if code == 0 else f"exit code {code}: {_last_error(output)}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Stop a run as a preemption does, so that it ends its own processes."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _last_error(output: Path) -> str:
