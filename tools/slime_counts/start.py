@@ -65,6 +65,8 @@ SIZES = {
 }
 """Flag → its largest value in a start; None: the flag is left out, because it divides GPUs."""
 MACHINE = (
+    "moe_enable_deepep",
+    "moe_token_dispatcher_type",
     "sglang_attention_backend",
     "sglang_cuda_graph_bs",
     "sglang_cuda_graph_max_bs",
