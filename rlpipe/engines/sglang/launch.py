@@ -43,9 +43,10 @@ def main(argv: list[str], prepare: Callable[[], None] | None = None) -> None:
         from sglang.srt.server_args import prepare_server_args
         from sglang.srt.utils import kill_process_tree
 
+        # First: a module that imports a hooked function by name must get the hook.
+        load_plugins()
         # `run_server` imports it.
         import_module("sglang.srt.entrypoints.http_server")
-        load_plugins()
     try:
         run_server(prepare_server_args(arguments))
     finally:
