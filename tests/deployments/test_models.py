@@ -15,7 +15,7 @@ from rlpipe.engines.megatron.bridges.bridge import LOCAL, with_own_table
 from rlpipe.engines.megatron.bridges.hf_config import flat_rope
 from rlpipe.engines.megatron.bridges.supported import check_config
 from rlpipe.engines.megatron.model.build import split_arguments
-from rlpipe.engines.megatron.model.sparse import check_stages
+from rlpipe.engines.megatron.model.sparse import check_layout
 from rlpipe.errors import ConfigError
 
 # isort: split
@@ -330,7 +330,7 @@ def test_a_preset_fits_the_real_model(recipe, preset):
     ]
     assert sum(stages) == config.num_hidden_layers and min(stages) > 0
     if config.model_type == "glm_moe_dsa":
-        check_stages(bridge.config)
+        check_layout(bridge.config)
     assert config.vocab_size % sizes.tp_size == 0
     dense, experts = _parameters(config)
     assert (dense + experts) / 1e9 == pytest.approx(billions, rel=0.03)

@@ -27,10 +27,9 @@ from rlpipe.engines.megatron.model.layers import distinct_layers, require_own
 from rlpipe.engines.megatron.model.sparse import (
     Indexer,
     SparseCoreAttention,
-    check_stages,
+    check_layout,
     gathered_sequence,
 )
-from rlpipe.errors import ConfigError
 
 
 class DownProjection(torch.nn.Module):
@@ -133,13 +132,6 @@ class SparseLatentAttention(LatentAttention):
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                "sparse attention is not split over context parallel ranks",
-                where="train.parallel.context_parallel_size",
-                found=config.context_parallel_size,
-                expected=1,
-            )
         settings: Any = config
         full = settings.indexer_types[self.layer_number - 1] == "full"
         self.indexer = Indexer(config) if full else None
@@ -195,7 +187,7 @@ class Glm5(Glm4MoeLite):
 
     def adapted(self, block: Any) -> Any:
         """Replace the attention of `layers.block_spec` by `SparseLatentAttention`."""
-        check_stages(self.config)
+        check_layout(self.config)
         for layer in distinct_layers(block):
             attention = layer.submodules.self_attention
             require_own("self_attention", attention.module, MLASelfAttention)

@@ -80,15 +80,6 @@ class NormOfAllHeadsAttention(Attention):
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
-        groups = config.num_query_groups or config.num_attention_heads
-        if groups < self.world_size:
-            raise ConfigError(
-                "tensor parallel ranks would share key heads, and this model's norm is over all "
-                "key heads",
-                where="train.parallel.tensor_model_parallel_size",
-                found=self.world_size,
-                expected=f"at most the {groups} key heads",
-            )
         size = self.hidden_size_per_attention_head
         self.q_norm = HeadsNorm(config, self.num_attention_heads_per_partition, size)
         self.k_norm = HeadsNorm(config, self.num_query_groups_per_partition, size)
@@ -132,9 +123,21 @@ class MiniMaxM2(MixtralBridge):
         hf_config: Any = self.hf_config
         return {**super()._get_gptmodel_args(), "rotary_percent": hf_config.partial_rotary_factor}
 
-    @staticmethod
-    def adapted(block: Any) -> Any:
-        """Replace the attention of `layers.block_spec` by `NormOfAllHeadsAttention`."""
+    def adapted(self, block: Any) -> Any:
+        """Replace the attention of `layers.block_spec` by `NormOfAllHeadsAttention`.
+
+        Raises: ConfigError if tensor parallel ranks would share key heads.
+        """
+        config = self.config
+        groups = config.num_query_groups or config.num_attention_heads
+        if groups < config.tensor_model_parallel_size:
+            raise ConfigError(
+                "tensor parallel ranks would share key heads, and this model's norm is over all "
+                "key heads",
+                where="train.parallel.tensor_model_parallel_size",
+                found=config.tensor_model_parallel_size,
+                expected=f"at most the {groups} key heads",
+            )
         for layer in distinct_layers(block):
             require_own("self_attention", layer.submodules.self_attention.module, Attention)
             layer.submodules.self_attention.module = NormOfAllHeadsAttention

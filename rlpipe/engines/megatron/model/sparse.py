@@ -139,8 +139,16 @@ def source_layer(config: MLATransformerConfig, layer_number: int) -> int:
     return layer_number - kinds[::-1].index("full")
 
 
-def check_stages(config: MLATransformerConfig) -> None:
-    """Raises: ConfigError if a layer would use a selection of another pipeline stage."""
+def check_layout(config: MLATransformerConfig) -> None:
+    """Raises: ConfigError for context parallelism, or if a layer would use a selection of another
+    pipeline stage."""
+    if config.context_parallel_size > 1:
+        raise ConfigError(
+            "sparse attention is not split over context parallel ranks",
+            where="train.parallel.context_parallel_size",
+            found=config.context_parallel_size,
+            expected=1,
+        )
     settings: Any = config
     stages = range(config.pipeline_model_parallel_size)
     chunks = range(config.virtual_pipeline_model_parallel_size or 1)

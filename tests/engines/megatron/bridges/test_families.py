@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.preflight import refused
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
 from tests.engines.megatron.families import FAMILIES, make
@@ -168,6 +169,32 @@ def test_a_pipeline_stage_needs_the_selection_of_its_own_layers(two_ranks, tmp_p
     layout = {"pipeline_model_parallel_size": 2}
     for why in two_ranks.run(refusal, make("changed", tmp_path), {"parallel": layout}):
         assert "layer 3 begins a stage and uses layer 2" in why
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "key"),
+    [
+        ("glm5", {"context_parallel_size": 2}, "context_parallel_size"),
+        ("qwen3.5", {"context_parallel_size": 2}, "context_parallel_size"),
+        (
+            "minimax_m2",
+            {
+                "tensor_model_parallel_size": 4,
+                "sequence_parallel": True,
+                "expert_tensor_parallel_size": 4,
+            },
+            "tensor_model_parallel_size",
+        ),
+    ],
+)
+def test_layouts_that_a_family_cannot_have_are_refused_before_the_start(
+    family: str, size: dict, key: str, tmp_path
+):
+    model = {"source": {"type": "huggingface", "hf_checkpoint": make(family, tmp_path)}}
+    request = {"directory": str(tmp_path), "model": model, "deterministic": False}
+    assert refused(request | {"train": {}}) is None
+    found = refused(request | {"train": {"parallel": size}})
+    assert found is not None and key in f"{found['where']}: {found['found']}"
 
 
 @pytest.mark.integration
