@@ -229,6 +229,9 @@ def _rollout_data(
         "group_ids": list(batch.group_ids),
         "rollout_ids": columns.rollouts.tolist(),
         "metadata": [sample.metadata for sample in batch.samples],
+        "source_names": [
+            sample.metadata.get("source_name") or "unknown" for sample in batch.samples
+        ],
     }
 
 

@@ -458,6 +458,7 @@ def test_a_function_of_the_user_changes_the_estimated_batch(tmp_path: Path):
     hook.write_text(
         "def mine(args, rollout_id, rollout_data):\n"
         "    assert (args, rollout_id) == ('args', 7)\n"
+        "    assert rollout_data['source_names'] == ['unknown'] * 4\n"
         "    for part, mask in zip(rollout_data['advantages'], rollout_data['loss_masks']):\n"
         "        part *= 2\n"
         "        mask[0] = 0\n"
