@@ -23,9 +23,9 @@ from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
+from rlpipe.lineage.continuation import REPROCESSED_KEYS
 from rlpipe.lineage.rollouts import iterations as stored_iterations
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
-from rlpipe.reprocess import OWNED_KEYS
 from rlpipe.store.branches import Branches, parse_commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -390,7 +390,7 @@ def refuse_owned_keys(overrides: Sequence[str]) -> None:
     """Refuse overrides of keys that the branch sets itself. Raises: ConfigError."""
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if any(key == owned or key.startswith(f"{owned}.") for owned in OWNED_KEYS):
+        if any(key == owned or key.startswith(f"{owned}.") for owned in REPROCESSED_KEYS):
             raise ConfigError(
                 "a reprocessed run sets this key itself",
                 where=key,

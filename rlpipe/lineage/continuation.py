@@ -24,6 +24,16 @@ class _Absent:
 
 
 ABSENT = _Absent()
+REPROCESSED_KEYS = (
+    "num_rollout",
+    "fork_from",
+    "warm_start",
+    "model.start_from",
+    "debug",
+    "store.root",
+    "stop_when",
+)
+"""Keys that a reprocessed branch sets itself."""
 
 
 def check_same_run(branches: Branches, config: RunConfig) -> None:

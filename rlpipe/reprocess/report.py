@@ -15,10 +15,9 @@ import numpy as np
 from rlpipe.batch.files import read_rewards
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectMissing
-from rlpipe.lineage.continuation import differing
+from rlpipe.lineage.continuation import REPROCESSED_KEYS, differing
 from rlpipe.lineage.rollouts import StoredRollout, find
 from rlpipe.observe.comparison import Comparison, Example, IterationRow
-from rlpipe.reprocess import OWNED_KEYS
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.arrays import ragged
 from rlpipe.store.parquet.rows import from_json
@@ -84,7 +83,7 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
 
     The name of the run and keys that the branch sets itself are left out.
     """
-    own = ("run", *OWNED_KEYS)
+    own = ("run", *REPROCESSED_KEYS)
     return {
         key: f"{old} → {new}"
         for key, (old, new) in differing(before, after).items()
