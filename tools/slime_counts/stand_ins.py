@@ -100,6 +100,8 @@ CHAT_TEMPLATE = (
 )
 QUESTION = "What is 2 + 3?"
 ANSWER = "5"
+VERL_LABEL = {"style": "rule", "ground_truth": {"target": [ANSWER]}}
+"""Content of verl's column `reward_model`."""
 
 
 def model_type(name: str) -> str | None:
@@ -159,6 +161,7 @@ def write_rows(
         turns = [{"role": "user", "content": text}]
         if answered:
             turns.append({"role": "assistant", "content": ANSWER})
-        values = {"input": turns if messages else text, "label": ANSWER, "metadata": metadata}
+        label = VERL_LABEL if columns.get("label") == "reward_model" else ANSWER
+        values = {"input": turns if messages else text, "label": label, "metadata": metadata}
         rows.append({column: values[use] for use, column in columns.items() if column})
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
