@@ -1,7 +1,8 @@
-"""Choice of the engine for requests that bypass the router."""
+"""Choice of the engine for requests that bypass the router; requests of a held client."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 
 import httpx
@@ -75,3 +76,27 @@ async def test_a_request_to_a_dead_engine_is_sent_to_another_engine():
         (generation,) = await client.generate([5], {"max_new_tokens": 1}, routed_from=0)
     assert hosts == ["e0", "e1"] and generation.routed_experts is not None
     assert generation.routed_experts.tolist() == [[1, 2]]
+
+
+async def test_a_held_client_sends_its_requests_after_the_release():
+    sent = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.url.path)
+        meta = {
+            "output_token_logprobs": [[-0.5, 7, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "b@1@d",
+        }
+        return httpx.Response(200, json=[{"meta_info": meta}])
+
+    async with GenerateClient("http://router", vocab_size=9, deadline_s=10.0) as client:
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        await client.hold("abort", deadline_s=1.0, expires_s=600.0)
+        waiting = asyncio.create_task(client.generate([5], {"max_new_tokens": 1}))
+        await asyncio.sleep(0.05)
+        assert sent == []
+        client.release()
+        async with asyncio.timeout(60):
+            await waiting
+    assert sent == ["/generate"]
