@@ -460,13 +460,9 @@ def reestimated(
         (group_id for group_id in rollout.outputs["accepted"] if group_id not in known), UNSCORED
     )
     batch = replace(batch, dropped={**batch.dropped, **unscored})
-    return batch, with_advantages(
-        batch,
-        _with_stored(batch, stored, keys),
-        config.advantage,
-        slime_args(config),
-        iteration=version,
-    )
+    scores = _with_stored(batch, stored, keys)
+    args = slime_args(config)
+    return batch, with_advantages(batch, scores, config.advantage, args, iteration=version)
 
 
 def lacking(config: RunConfig, stored: BatchColumns) -> list[str]:
