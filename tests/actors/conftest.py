@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import ray
+from ray import cloudpickle
 
 from rlpipe.actors.engines import fleet as fleet_module
 from rlpipe.actors.engines.fleet import Fleet
@@ -33,9 +33,9 @@ def local_ray(started_ray: str, request: pytest.FixtureRequest) -> Iterator[str]
     Actors get classes of the test module by value. By reference, each actor's process would import
     the test module with all its imports, which takes seconds.
     """
-    ray.cloudpickle.register_pickle_by_value(request.module)
+    cloudpickle.register_pickle_by_value(request.module)
     yield started_ray
-    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    cloudpickle.unregister_pickle_by_value(request.module)
 
 
 @pytest.fixture
