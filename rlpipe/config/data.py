@@ -371,9 +371,9 @@ class EvaluationConfig(Config):
     """Held-out sets, and the iterations that evaluate the policy on them."""
 
     datasets: tuple[EvalDataset, ...] = ()
-    """Held-out sets; (): no evaluation."""
+    """Held-out sets; `[]`: no evaluation."""
     eval_interval: int | None = Tuning(default=None, ge=1)
-    """Evaluate after every this many iterations; None: only before the first and after the last."""
+    """Iterations between two evaluations; None: only before the first and after the last."""
     skip_eval_before_train: bool = Tuning(False)
     """Skip the evaluation of weight version 0."""
 

@@ -29,7 +29,7 @@ class HuggingFaceModel(Config):
     converted once, into `{home}/models`. Architecture and tokenizer come from `hf_checkpoint`.
     None: `hf_checkpoint` has the weights, too."""
     megatron_checkpoint_step: int | None = Tuning(None)
-    """Iteration of `megatron_checkpoint` if it is a parent; None: the newest."""
+    """Iteration to take if `megatron_checkpoint` is such a parent; None: the newest."""
     megatron_optimizer: bool = False
     """Continue with the optimizer state of `megatron_checkpoint` and its position in the learning
     rate schedule, not only with its weights. It is converted once, into `{home}/models`. The format
@@ -127,7 +127,7 @@ class ResourcesConfig(Config):
     nodes. Set it if your nodes do not have 8 GPUs."""
     external_engines: tuple[Address, ...] = Tuning(())
     """Addresses of SGLang servers (0.5.15 or later) that others start and end. The run then starts
-    no engines and does not use rollout_num_gpus. (): the run starts its own engines.
+    no engines and does not use rollout_num_gpus. `[]`: the run starts its own engines.
 
     The run checks each server before it pushes weights, and again after an interruption. Required
     are the run's architecture, dtype and quantization, tp_size = rollout_num_gpus_per_engine,

@@ -15,8 +15,8 @@ class ObserveConfig(Config):
     tensorboard: bool = Tuning(True)
     """Write TensorBoard event files under `{home}/{run}/tensorboard/{run}`."""
     report_interval: int = Tuning(default=20, ge=1)
-    """Write the report page, its curves and Prefect's overview after every this many iterations,
-    after each evaluation and at the end."""
+    """Iterations from one writing of the report page, its curves and Prefect's overview to the
+    next. They are also written after each evaluation and at the end."""
     prometheus_port: int | None = Tuning(default=None, ge=1, le=65535)
     """Serve the newest metrics at `http://host:port/metrics` while a driver runs. None: no
     server."""
@@ -46,7 +46,7 @@ class ObserveConfig(Config):
     )
     """Work of a trainer rank that torch's profiler records: optimizer steps (`train_actor`),
     scoring of the batch (`train_log_probs`) or both (`train_overall`). Traces contain memory and
-    are `{home}/{run}/profile/*.json.gz`, for chrome://tracing or Perfetto. (): nothing."""
+    are `{home}/{run}/profile/*.json.gz`, for chrome://tracing or Perfetto. `[]`: nothing."""
     profile_step_start: int = Tuning(default=10, ge=0)
     """First iteration that is profiled."""
     profile_step_end: int = Tuning(default=12, ge=0)
@@ -119,7 +119,7 @@ class GatesConfig(Config):
     """
 
     bounds: tuple[Gate, ...] = Tuning(())
-    """Each gate is checked in every iteration that has its metric. (): no gates."""
+    """Each gate is checked in every iteration that has its metric. `[]`: no gates."""
     timeout_s: float = Tuning(default=3 * 3600.0, ge=1)
     """A pause without an answer fails the iteration after this many seconds; the same command
     pauses again. Must be less than `orchestration.timeout_s`, because later iterations wait for the

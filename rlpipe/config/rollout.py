@@ -88,8 +88,8 @@ class RolloutConfig(Config):
     tokenized again."""
     rollout_min_new_tokens: int = Field(default=0, ge=0)
     """Least number of tokens of a response; 0: no minimum. Until then the engine sets the
-    probability of the end to 0. Training does not know that; `train/...logprob_abs_diff` shows the
-    difference."""
+    probability of the end to 0. Training does not know that; the metric
+    `train/train_rollout_logprob_abs_diff` shows the difference."""
     custom_generate_function_path: str | None = None
     """User function that samples: `async generate(args, sample, sampling_params) -> Sample |
     list[Sample]` for one rollout, or `async generate(args, samples) -> list[Sample]` for a group.

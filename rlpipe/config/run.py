@@ -129,8 +129,9 @@ class RunConfig(Config):
     """A run: one branch of the store, from its first weights to `num_rollout` iterations."""
 
     run: Name
-    """Name of the run and of its branch. `store` and `models` are refused for new runs, because
-    they are folders of the home."""
+    """Name of the run and of its branch. If a recipe does not set the key: the name of its file,
+    without `.yaml`. `store` and `models` are refused for new runs, because they are folders of the
+    home."""
     num_rollout: int = Tuning(..., ge=0, le=99_999_999)
     """Number of iterations. Commits are numbered with eight digits."""
     stop_when: StopCondition | None = Tuning(None)

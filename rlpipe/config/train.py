@@ -145,11 +145,11 @@ class ReferenceConfig(Config):
     `org/name[@revision]` on the Hub, or a Megatron checkpoint (as `megatron_checkpoint`). The run's
     records depend on the content too. None: the run's first weights."""
     ref_ckpt_step: int | None = None
-    """Iteration of `ref_load` if it is a parent of several; None: the newest."""
+    """Iteration to take if `ref_load` is the parent folder of several; None: the newest."""
     ref_update_interval: int | None = Field(default=None, ge=1)
-    """Refresh the reference with the policy after every this many iterations, and write a
+    """Iterations between two refreshes. A refresh copies the policy into the reference and writes a
     checkpoint. Iterations are counted by weight version, so a fork continues with the reference of
-    its parent. None: never."""
+    its parent. None: no refresh."""
 
 
 class CriticConfig(Config):
@@ -170,7 +170,7 @@ class CriticConfig(Config):
     or else of the policy (as `model.source.megatron_checkpoint`). The checkpoint of a critic has a
     value head, which is taken; that of a policy has none. None: as `hf_checkpoint` says."""
     megatron_checkpoint_step: int | None = None
-    """Iteration of `megatron_checkpoint` if it is a parent; None: the newest."""
+    """Iteration to take if `megatron_checkpoint` is a parent of several; None: the newest."""
     optimizer: OptimizerConfig | None = None
     """Adam and its schedule; None: the policy's `train.optimizer`."""
     lr: float | None = Field(default=None, ge=0, le=LARGEST_LR)
@@ -239,7 +239,7 @@ class SyncConfig(Config):
     engine's machine; the trainer keeps a copy on the CPU. With `disk` and `delta` a restarted
     engine gets its weights without the trainer."""
     update_weights_interval: int = Field(default=1, ge=1)
-    """Push after every this many iterations. Between two pushes engines sample with older weights
+    """Iterations from one push to the next. Between two pushes engines sample with older weights
     (see async_buffer_size)."""
     in_flight: Literal["drain", "abort", "in_place"] = Tuning("abort")
     """Handling of running requests at a push. `drain`: they finish first. `abort`: they return, and
@@ -268,7 +268,7 @@ class SyncConfig(Config):
     """Checksum of each changed tensor. Engines' machines verify it before an engine loads the
     tensor."""
     update_weight_full_interval: int = Tuning(default=50, ge=1)
-    """`delta`: write all weights after every this many pushes, which bounds the chain of changes.
+    """`delta`: pushes from one with all weights to the next, which bounds the chain of changes.
     1: in every push."""
     check_weight_update_equal: bool = Tuning(False)
     """In every push, overwrite the engines' weights with random numbers, send all weights again and
@@ -304,7 +304,7 @@ class CheckpointConfig(Config):
     """Interval of torch_dist checkpoints, and the number that is kept."""
 
     save_interval: int = Tuning(default=100, ge=1)
-    """Write a checkpoint after every this many iterations, and after the last."""
+    """Iterations from one checkpoint to the next. The last iteration has one, too."""
     keep_local: int = Tuning(default=2, ge=1)
     """Newest checkpoints that stay on local disk after they are in the store."""
     save_hf: str | None = Tuning(None)
