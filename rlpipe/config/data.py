@@ -24,8 +24,8 @@ class FilePrompts(Config):
     input_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None
-    """Column with the reference answer: a string or a number, or a JSON object or list for functions
-    of yours. None: no such column."""
+    """Column with the reference answer: a string or a number, or a JSON object or list for
+    functions of yours. None: no such column."""
     metadata_key: str | None = "metadata"
     """Column with a JSON object for rewards and hooks. A row may have no such object. None: no such
     column."""
