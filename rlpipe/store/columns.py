@@ -154,7 +154,7 @@ ROUTED_EXPERTS = "W = layers with experts × experts a token; 65535 where no eng
 SAMPLES = Table(
     "samples",
     1,
-    "Every sample of a rollout or an evaluation, whatever became of it.",
+    "Every sample of a rollout or an evaluation, trained or not.",
     (
         Column(
             "iteration",
@@ -383,7 +383,7 @@ ITERATION = Column("iteration", INT64, "Iteration of the commit.", QUERY)
 SAMPLE_SCALARS = Table(
     "scalars.samples",
     1,
-    "SQL table `samples`: one row a sample, without its tokens.",
+    "SQL table `samples`: one row per sample, without its tokens.",
     (
         BRANCH,
         ITERATION,
@@ -448,7 +448,7 @@ SAMPLE_SCALARS = Table(
 METRICS = Table(
     "scalars.metrics",
     1,
-    "SQL table `metrics`: one row a metric of an iteration.",
+    "SQL table `metrics`: one row per metric and iteration.",
     (
         BRANCH,
         ITERATION,
@@ -461,7 +461,7 @@ METRICS = Table(
 COMMITS = Table(
     "commits",
     1,
-    "SQL table `commits`: one row an iteration.",
+    "SQL table `commits`: one row per iteration.",
     (
         BRANCH,
         ITERATION,
