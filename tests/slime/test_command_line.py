@@ -63,10 +63,10 @@ def test_a_value_that_looks_like_an_override_is_a_value():
 
 def test_a_flag_without_prefix_is_first_compared_with_those_of_slime_and_megatron():
     error = refused("--decoder-last-pipeline-num-layer 5")
-    assert (error.expected or "").startswith("--decoder-last-pipeline-num-layers or ")
-    assert "--sglang" not in (error.expected or "")
+    assert str(error.expected).startswith("--decoder-last-pipeline-num-layers or ")
+    assert "--sglang" not in str(error.expected)
     error = refused("--sglang-mem-fraction-statik 0.5")
-    assert (error.expected or "").startswith("--sglang-mem-fraction-static")
+    assert str(error.expected).startswith("--sglang-mem-fraction-static")
 
 
 @pytest.mark.parametrize(

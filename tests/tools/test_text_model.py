@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ VISION = {
 def with_vision(kind: str, family: str, directory: Path) -> torch.nn.Module:
     """Write a tiny model with a vision tower and return it."""
     text = {**_BASE, **FAMILIES[family], "tie_word_embeddings": False}
-    config = CONFIG_MAPPING[kind](text_config=text, vision_config=VISION)
+    sections: dict[str, Any] = {"text_config": text, "vision_config": VISION}
+    config = CONFIG_MAPPING[kind](**sections)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -165,7 +165,7 @@ def require_free_port(host: str, port: int, name: str) -> None:
                 "the port cannot be used",
                 where=name,
                 found=f"{host}:{port}: {error.strerror}",
-                do="end the program that listens there, or start the run again: it takes free ports",
+                do="end the program that listens there, or repeat the command: it takes free ports",
             ) from error
 
 

@@ -135,7 +135,10 @@ def spec(model: Path, **other: Any) -> Any:
     train = TrainConfig.model_validate(other)
     return SimpleNamespace(
         sources={},
-        model_dir=str(model), work_dir=str(model.parent / "run"), world_size=2, train=train
+        model_dir=str(model),
+        work_dir=str(model.parent / "run"),
+        world_size=2,
+        train=train,
     )
 
 
