@@ -31,7 +31,7 @@ def train() -> argparse.ArgumentParser:
         usage="%(prog)s (RECIPE | --hf-checkpoint ... flags of slime) [options] "
         "[dotted.key=value ...]",
         epilog=f"Flags of slime, Megatron and SGLang (--sglang-*): {COMMAND} flags. "
-        "Overrides: train.optimizer.lr=1e-5. A model's preset below the recipe: preset=NAME, "
+        "Overrides: train.optimizer.lr=1e-5. Defaults of a model family: preset=NAME, "
         f"a YAML file or one of: {names_in(PRESETS)}",
     )
     _add_recipe_options(parser)
@@ -45,7 +45,9 @@ def train() -> argparse.ArgumentParser:
 
 def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a configuration: recipe, smoke, name, home, seed, fork."""
-    parser.add_argument("--recipe", help=f"RECIPE: {recipe_help()}")
+    parser.add_argument(
+        "--recipe", help=f"the recipe, if it is not the first word: {recipe_help()}"
+    )
     parser.add_argument(
         "--smoke",
         action="store_true",
@@ -172,14 +174,30 @@ def timeline() -> argparse.ArgumentParser:
     return parser
 
 
-AUDITS = ("forward", "head", "lineage", "sql", "unusual", "verify", "view")
+AUDITS = {
+    "forward": "list the optimizer steps that trained on a prompt",
+    "head": "print the digest of the newest commit; keep it outside the store",
+    "lineage": "print prompts, rewards, code and packages behind the weights",
+    "sql": "answer a query over samples, metrics, commits, texts or batch",
+    "unusual": "list reward errors, truncated responses, staleness and jumps",
+    "verify": "check every record, file and row of all runs, or of one",
+    "view": "write the page of samples",
+}
 
 
 def audit() -> argparse.ArgumentParser:
     """Return the options of `audit`."""
-    parser = new_parser("audit", "Audit a run and its records.")
-    parser.add_argument("command", choices=AUDITS)
-    parser.add_argument("question", nargs="?", help="sql: one query")
+    commands = "\n".join(f"  {name:<9} {task}" for name, task in AUDITS.items())
+    parser = new_parser(
+        "audit",
+        "Audit a run and its records.",
+        epilog=f"commands:\n{commands}\n\nexample: {COMMAND} audit verify --run my_run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "command", choices=AUDITS, metavar="COMMAND", help="one of the commands below"
+    )
+    parser.add_argument("question", nargs="?", metavar="QUERY", help="sql: one query")
     parser.add_argument(
         "--run",
         metavar="RUN[@K]",
@@ -409,8 +427,9 @@ def completion() -> argparse.ArgumentParser:
     parser = new_parser(
         "completion",
         "Print the completion script of a shell.",
-        epilog=f'bash: eval "$({COMMAND} completion bash)"   '
+        epilog=f'bash, zsh: eval "$({COMMAND} completion bash)", with the name of the shell\n'
         f"fish: {COMMAND} completion fish | source",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
@@ -429,9 +448,11 @@ def bench() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="part | key=value",
-        help=f"of {', '.join(BENCH_PARTS)} (default: all); overrides",
+        help=f"parts to measure: {', '.join(BENCH_PARTS)} (default: all); overrides",
     )
-    parser.add_argument("--shape", choices=BENCH_SHAPES, default="tiny", help="the model")
+    parser.add_argument(
+        "--shape", choices=BENCH_SHAPES, default="tiny", help="size of the model (default: tiny)"
+    )
     parser.add_argument("--home", default="runs/bench", help="folder for all files")
     parser.add_argument(
         "--seconds",
@@ -441,7 +462,11 @@ def bench() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
     parser.add_argument(
-        "--baselines", nargs="+", choices=BENCH_BASELINES, default=["hf"], help="of train"
+        "--baselines",
+        nargs="+",
+        choices=BENCH_BASELINES,
+        default=["hf"],
+        help="train: loops of transformers to compare with (default: hf)",
     )
     parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
     parser.add_argument(
@@ -454,7 +479,7 @@ def bench() -> argparse.ArgumentParser:
         nargs="+",
         choices=BENCH_TRANSPORTS,
         default=(),
-        help="of sync (default: all that fit)",
+        help="sync: the transports (default: all that fit)",
     )
     parser.add_argument(
         "--run",

@@ -41,8 +41,10 @@ def add_takeover(parser: argparse.ArgumentParser, what: str) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the name of a run, as a word or as `--run`."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("run", nargs="?", default=argparse.SUPPRESS, metavar="RUN")
-    group.add_argument("--run", dest="run", metavar="RUN", help="name of the run")
+    group.add_argument(
+        "run", nargs="?", default=argparse.SUPPRESS, metavar="RUN", help="name of the run"
+    )
+    group.add_argument("--run", dest="run", metavar="RUN", help="the same, as an option")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
