@@ -334,7 +334,7 @@ def store(root: str) -> Line:
         return _failed("store", error)
     except OSError as error:
         return Line(NOT_OK, "store", f"{root}: {error}", "choose a folder that you can write to")
-    return Line(OK, "store", f"{root}: readable and writable, first writer wins")
+    return Line(OK, "store", f"{root}: readable and writable, refuses to overwrite")
 
 
 def hugging_face() -> Iterator[Line]:
