@@ -12,9 +12,18 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from rlpipe.config.data import FilePrompts, NoReward, PromptSource, PythonReward, RewardConfig
+from rlpipe.config.data import (
+    FilePrompts,
+    MathReward,
+    NoReward,
+    PromptSource,
+    PythonReward,
+    RewardConfig,
+    RuleReward,
+)
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.import_check import check_imports
 from rlpipe.config.load import find_recipe, load_run, require_files, warm_start_overrides
@@ -46,6 +55,7 @@ from rlpipe.model_dir import (
     model_directory,
 )
 from rlpipe.observe.log_functions import LogFunctions
+from rlpipe.rewards.answers import require_text_label
 from rlpipe.rewards.scorer import Scorer
 from rlpipe.rewards.user_rewards import needed_columns
 from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
@@ -78,12 +88,12 @@ def _check_run(config: RunConfig, home: Path) -> None:
         datasets = config.evaluation.datasets
         rewards = [config.reward, *(dataset.reward or config.reward for dataset in datasets)]
         sources = [config.data.prompts, *(dataset.prompts for dataset in datasets)]
-        rows = [source and _first_row(source) for source in sources]
+        rows = [_checked_rows(source) if source else [] for source in sources]
         importing.wait()
-    for reward, row in zip(rewards, rows, strict=True):
-        _check_reward(reward, row, config)
-        if row is not None and not config.data.apply_chat_template:
-            require_text(row.prompt, row.where)
+    for reward, checked in zip(rewards, rows, strict=True):
+        _check_reward(reward, checked, config)
+        if checked and not config.data.apply_chat_template:
+            require_text(checked[0].prompt, checked[0].where)
     _check_algorithm_functions(config)
     MegatronHooks(config.train)
     LogFunctions(config.observe)
@@ -91,7 +101,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
     if isinstance(config.model.source, HuggingFaceModel):
         directory = Path(model_directory(config.model, home, seed=config.seed))
         _check_model(config, directory)
-        row = next((row for row in rows if row is not None), None)
+        row = next((checked[0] for checked in rows if checked), None)
         if row and config.data.apply_chat_template and not has_chat_template(directory):
             raise no_template_error(str(directory), row.prompt, row.where)
         _check_trainer(config, directory)
@@ -309,22 +319,22 @@ def _check_functions(rollout: RolloutConfig) -> None:
     load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s)
 
 
-def _first_row(source: PromptSource) -> PromptRow:
-    """Check the rows of a source; return the first one. Generated rows are checked later."""
+def _checked_rows(source: PromptSource) -> Sequence[PromptRow]:
+    """Check the rows of a source and return them; of generated ones only the first."""
     if isinstance(source, FilePrompts):
-        return load_prompts(source)[0]
-    return load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))[0]
+        return load_prompts(source)
+    return load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))
 
 
-def _check_reward(reward: RewardConfig, row: PromptRow | None, config: RunConfig) -> None:
-    """Check that the reward can be called for the rows; `row` is their first one.
-
-    Raises: ConfigError.
-    """
+def _check_reward(reward: RewardConfig, rows: Sequence[PromptRow], config: RunConfig) -> None:
+    """Check that the reward can be called for these rows. Raises: ConfigError; DataError."""
     if not isinstance(reward.function, NoReward):
         Scorer(reward.function, slime_args(config))
-    if isinstance(reward.function, PythonReward) and row is not None:
-        _check_columns(reward.function, row, config)
+    if isinstance(reward.function, PythonReward) and rows:
+        _check_columns(reward.function, rows[0], config)
+    if isinstance(reward.function, RuleReward | MathReward) and reward.function.type != "random":
+        for row in rows:
+            require_text_label(row.label, row.where)
     if reward.custom_reward_post_process_path is not None:
         load_hook(reward.custom_reward_post_process_path)
 

@@ -42,15 +42,20 @@ class Box(NamedTuple):
 
 def text_label(sample: Sample) -> str:
     """Return the label of a sample, empty without one. Raises: DataError unless it is text."""
-    if not isinstance(sample.label, str | None):
+    return require_text_label(sample.label, "label") or ""
+
+
+def require_text_label(label: object, where: str) -> str | None:
+    """Return a label that is text, or None. Raises: DataError for an object or a list."""
+    if not isinstance(label, str | None):
         raise DataError(
-            "the label is no text, which the named rewards compare",
-            where="label",
-            found=f"{type(sample.label).__name__} {sample.label!r}"[:200],
+            "the label is not text, which the named rewards compare",
+            where=where,
+            found=f"{type(label).__name__} {label!r}"[:200],
             expected="a string",
-            do="set prompts.label_key to a column of text, or write a reward function",
+            do="set data.prompts.label_key to a column of text, or write a reward function",
         )
-    return sample.label or ""
+    return label
 
 
 def without_end(response: str) -> str:

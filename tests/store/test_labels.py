@@ -45,5 +45,5 @@ def test_functions_get_the_object_of_the_plan():
 
 @pytest.mark.parametrize("rule", ["dapo", "gpqa", "f1", "math", "boxed_f1"])
 def test_named_rewards_refuse_an_object(rule):
-    with pytest.raises(DataError, match="the label is no text"):
+    with pytest.raises(DataError, match="the label is not text"):
         named_rule(rule)(Sample(response="\\boxed{1}", label=OBJECT))
