@@ -174,14 +174,16 @@ def _start_server(folder: Path, life: list[str]) -> tuple[subprocess.Popen[bytes
     `life`: words of `tools.prefect_server` that say when the server ends. Raises: ResourceError.
     """
     for preferred in (4200, 0):
-        url = f"http://127.0.0.1:{free_port(preferred)}"
+        port = free_port(preferred)
+        url = f"http://127.0.0.1:{port}"
         os.environ["PREFECT_API_URL"] = f"{url}/api"
         server = _start(folder, url, life)
         if _wait(server, url):
             return server, url
         _end(server)
-        # Nothing else took the port, so another port would not help.
-        if not answers(f"{url}/api/health"):
+        # Another server that took the port may not answer yet. If none took it, another port
+        # would not help.
+        if free_port(port) == port:
             break
     outcome = (
         f"ended with exit code {server.returncode}" if server.returncode >= 0 else "did not answer"

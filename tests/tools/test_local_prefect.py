@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rlpipe.errors import ResourceError
+from tools import local_prefect as local_prefect_module
 from tools.kept_server import KeptServer
 from tools.local_prefect import _start, answers, listens, local_prefect, url_of_profile
 
@@ -197,3 +198,28 @@ def test_the_next_run_of_a_home_uses_the_same_server_and_other_settings_replace_
     finally:
         assert kept.end()
     assert not kept.running
+
+
+def test_a_server_whose_port_another_server_took_gets_another_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The other server is still starting: it listens, but answers nothing yet."""
+    started: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        ports = iter([taken])  # free when the server chose it
+        free = local_prefect_module.free_port
+        monkeypatch.setattr(
+            local_prefect_module, "free_port", lambda preferred: next(ports, free(preferred))
+        )
+        monkeypatch.setattr(
+            local_prefect_module, "_start", lambda _folder, url, _life: started.append(url)
+        )
+        monkeypatch.setattr(
+            local_prefect_module, "_wait", lambda _server, url: not url.endswith(f":{taken}")
+        )
+        monkeypatch.setattr(local_prefect_module, "_end", lambda _server: None)
+        monkeypatch.setenv("PREFECT_API_URL", "")
+        _, url = local_prefect_module._start_server(tmp_path, [])
+    assert started == [f"http://127.0.0.1:{taken}", url]
+    assert not url.endswith(f":{taken}")
