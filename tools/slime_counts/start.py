@@ -67,8 +67,6 @@ SIZES = {
 MACHINE = (
     "moe_enable_deepep",
     "moe_token_dispatcher_type",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
     "sglang_attention_backend",
     "sglang_cuda_graph_bs",
     "sglang_cuda_graph_max_bs",

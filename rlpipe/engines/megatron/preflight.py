@@ -137,6 +137,7 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     if "pipeline_model_parallel_layout" not in train.megatron:
         layers_of(bridge, stage=0)
     _check_packages(bridge.config)
+    _check_dispatcher(bridge.config)
 
 
 def _check_optimizer_packages(train: TrainConfig) -> None:
@@ -169,6 +170,23 @@ def _check_packages(config: Any) -> None:
             where=f"train.megatron.{name}",
             found=getattr(config, name),
             expected="Transformer Engine" + (" or apex" if name.startswith("gradient") else ""),
+        )
+
+
+def _check_dispatcher(config: Any) -> None:
+    """Raises: ConfigError for a dispatcher of tokens that needs other ranks."""
+    sizes = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
+    if (
+        config.num_moe_experts is not None
+        and config.moe_token_dispatcher_type == "flex"
+        and sizes == (1, 1)
+    ):
+        raise ConfigError(
+            "this dispatcher needs several ranks that share the experts",
+            where="train.megatron.moe_token_dispatcher_type",
+            found="flex, with all experts on each rank",
+            expected="train.parallel.expert_model_parallel_size above 1",
+            do="remove the argument: without other ranks there is no transfer to choose",
         )
 
 

@@ -71,6 +71,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
         ("qwen3", {"parallel": {"expert_model_parallel_size": 2}}, "expert"),
         ("qwen3", {"use_routing_replay": True}, "no experts"),
         ("qwen3_moe", {"megatron": {"moe_token_dispatcher_type": "allgather"}}, "alltoall"),
+        ("qwen3_moe", {"megatron": {"moe_token_dispatcher_type": "flex"}}, "several ranks"),
         ("qwen3_moe", {"parallel": {"tensor_model_parallel_size": 2}}, "sequence parallelism"),
     ],
 )

@@ -46,6 +46,9 @@ _UNEVEN = frozenset(
     }
 )
 
+OFFLOADING = ("optimizer_cpu_offload", "use_torch_optimizer_for_cpu_offload")
+"""Arguments that move the optimizer from a GPU to the CPU."""
+
 
 @dataclass(slots=True)
 class ScoringModel:
@@ -274,6 +277,9 @@ def optimizer_config(
 ) -> MegatronOptimizerConfig:
     """Return Megatron's configuration of Adam. `extra`: its fields from `train.megatron`."""
     config = train.optimizer
+    if not platform.CUDA_FOUND:
+        # A CPU has nothing to move the optimizer to, and Megatron's way to do so needs CUDA.
+        extra = {name: value for name, value in extra.items() if name not in OFFLOADING}
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
