@@ -407,4 +407,6 @@ class Conductor:
         generator = self._state.generator
         assert self._actors is not None and generator is not None
         connect = generator.connect.remote(url, on_gpus=self._actors.placement.on_gpus)
-        await call(connect, where="generator.connect", deadline_s=CALL_TIMEOUT_S)
+        # At a start the generator still imports its packages: over a minute on a busy machine.
+        deadline_s = self._state.config.resources.start_timeout_s
+        await call(connect, where="generator.connect", deadline_s=deadline_s)
