@@ -217,6 +217,9 @@ def test_a_local_ray_that_does_not_start_in_time_is_one_error(
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", time_out)
+    # The process may be connected to the Ray of other tests, which needs its variables.
+    monkeypatch.setattr(ray_access, "apply", lambda _variables: None)
+    monkeypatch.setattr(ray_access, "restore", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ResourceError, match="timed out during startup") as caught:
         connect(ResourcesConfig(), tmp_path, namespace="here")

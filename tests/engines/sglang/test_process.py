@@ -280,7 +280,7 @@ def test_a_taken_port_is_refused(tmp_path):
         with pytest.raises(ResourceError, match=f"127.0.0.1:{port}") as caught:
             Router(EngineConfig(), port=port, log_path=tmp_path / "log").start()
         # No key chooses the port, so another start is the advice.
-        assert "start the run again" in str(caught.value.do)
+        assert "repeat the command" in str(caught.value.do)
 
 
 @pytest.mark.integration
