@@ -345,7 +345,7 @@ def migrate() -> argparse.ArgumentParser:
 
 
 def up() -> argparse.ArgumentParser:
-    """Return the options of `up` and `down`."""
+    """Return the options of `up`, which carries out `down` too."""
     parser = new_parser("up", "Prefect server, S3 store, Ray head and worker of this machine.")
     add_home(parser)
     parser.add_argument(
@@ -362,6 +362,13 @@ def up() -> argparse.ArgumentParser:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--down", action="store_true", help="stop all servers")
     action.add_argument("--status", action="store_true", help="print the state of the servers")
+    return parser
+
+
+def down() -> argparse.ArgumentParser:
+    """Return the options of `down`, for its help and completion."""
+    parser = new_parser("down", "Stop the servers that `rlpipe up` has started for a home.")
+    add_home(parser)
     return parser
 
 

@@ -160,7 +160,7 @@ SECTIONS: dict[str, tuple[Verb, ...]] = {
             "--site my_site.yaml",
             "up",
         ),
-        Verb("down", "stop these servers", "tools.up", "", "up", words=("--down",)),
+        Verb("down", "stop these servers", "tools.up", "", "down", words=("--down",)),
         Verb(
             "bench",
             "measure parts of rlpipe against the libraries below them",
