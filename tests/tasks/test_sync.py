@@ -7,16 +7,25 @@ from typing import Any
 
 import pytest
 
-from tasks import sync
-from tasks.sync import publish_reused
+from rlpipe.lineage.stage_inputs import sync_inputs
+from rlpipe.observe.progress import Progress
+from rlpipe.types import NodeRef, Stage
+from tasks import sync as sync_module
+from tasks.sync import sync
+
+TRAIN = NodeRef(stage=Stage.TRAIN, digest="w", reused=True, outputs={})
+BATCH = NodeRef(stage=Stage.ADVANTAGE, digest="b", reused=True, outputs={})
 
 
-@pytest.mark.parametrize(("committed", "published"), [(False, [("w", 119, True)]), (True, [])])
+@pytest.mark.parametrize(
+    ("committed", "interval", "published"),
+    [(False, 1, [("w", 119, True)]), (True, 1, []), (False, 2, [])],
+)
 async def test_a_recorded_push_is_repeated_for_new_engines_until_the_iteration_is_committed(
-    committed: bool, published: list[Any], monkeypatch: pytest.MonkeyPatch
+    committed: bool, interval: int, published: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     """A rollout in flight gave new engines version 118. Rollout 121 needs at least 119, and starts
-    after the commit of iteration 118.
+    after the commit of iteration 118. Version 119 is pushed only if the interval divides it.
     """
     calls: list[Any] = []
 
@@ -24,45 +33,23 @@ async def test_a_recorded_push_is_repeated_for_new_engines_until_the_iteration_i
         calls.append((weights, version, everyone))
         return {}
 
-    monkeypatch.setattr(sync, "publish", publish)
-    files = SimpleNamespace(exists=lambda name: committed)
-    run: Any = SimpleNamespace(files=files, first_iteration=0, config=SimpleNamespace(run="run"))
-    await publish_reused(run, 118, "w")
-    assert calls == published
-
-
-@pytest.mark.parametrize(
-    ("stamps", "samples", "calls"),
-    [(["v"], 4, ["probe", "compare"]), (["v"], 0, []), ([None], 4, [])],
-    ids=["four samples", "no samples", "no engine with weights"],
-)
-async def test_a_probe_has_the_metrics_of_rank_0_and_needs_samples_and_engines(
-    stamps: list[str | None], samples: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
-):
-    called: list[str] = []
-    measured = {"engine": "e", "difference": 1e-6, "largest": 2e-6, "noise": 1e-7}
-    answer = [{**measured, "stale_share": None, "stale_error": None}]
-
-    async def call(method: str, **_: Any) -> list[Any]:
-        called.append(method)
-        return [answer, []] if method == "compare" else []
-
-    async def engines() -> list[dict[str, Any]]:
-        return [{"url": "http://e", "stamp": stamp} for stamp in stamps]
-
-    async def hold(*_: Any) -> str:
-        return "w"
-
-    monkeypatch.setattr(sync, "hold", hold)
-    settings = SimpleNamespace(probe_samples=samples, timeout_s=1.0, max_logprob_difference=0.1)
-    config = SimpleNamespace(
-        run="run",
-        sync=settings,
-        engine=SimpleNamespace(quantization=None),
-        model=SimpleNamespace(dtype="float32"),
+    run: Any = SimpleNamespace(
+        nodes=SimpleNamespace(find=lambda *_: sync_inputs("w").node(outputs={"version": 119})),
+        files=SimpleNamespace(exists=lambda _name: committed),
+        first_iteration=0,
+        progress=Progress("run", 1),
+        config=SimpleNamespace(
+            run="run", num_rollout=1000, sync=SimpleNamespace(update_weights_interval=interval)
+        ),
     )
-    cluster = SimpleNamespace(engines=engines, trainer=SimpleNamespace(call=call))
-    run: Any = SimpleNamespace(config=config, cluster=cluster)
-    metrics = await sync.probe(run, "w", "batch", 1)
-    assert called == calls
-    assert metrics.get("sync/logprob_difference") == (1e-6 if calls else None)
+
+    async def context(_run: str) -> Any:
+        return run
+
+    monkeypatch.setattr(sync_module, "context", context)
+    monkeypatch.setattr(sync_module, "publish", publish)
+    stage: Any = sync
+    # The function itself: a task would need Prefect's server.
+    state = await stage.__wrapped__("run", 118, TRAIN, BATCH)
+    assert state.name == "Reused"
+    assert calls == published

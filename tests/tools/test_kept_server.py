@@ -20,8 +20,9 @@ from tools.kept_server import KeptServer, idle_s
 SERVER = """
 import sys, time
 from pathlib import Path
-from tools.kept_server import end_when_unused
-end_when_unused(Path(sys.argv[1]), float(sys.argv[2]))
+from tools import kept_server
+kept_server.POLL_S = 0.02
+kept_server.end_when_unused(Path(sys.argv[1]), float(sys.argv[2]))
 print("runs", flush=True)
 time.sleep(300)
 """
@@ -94,6 +95,12 @@ def test_a_server_ends_after_its_last_user_has_been_killed(tmp_path: Path, progr
     second.kill()
     server.wait(timeout=ENDS_WITHIN_S)
     assert not (tmp_path / "prefect-1.json").exists()
+
+
+def test_a_server_without_a_user_stays_for_its_time(tmp_path: Path, program: Program):
+    started_s = time.monotonic()
+    program(SERVER, tmp_path / "prefect-1", 1.0).wait(timeout=ENDS_WITHIN_S)
+    assert time.monotonic() - started_s >= 1.0
 
 
 def test_only_an_unused_server_is_ended(tmp_path: Path, program: Program):

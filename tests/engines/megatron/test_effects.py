@@ -85,6 +85,7 @@ def measured_again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("attention_dropout", 0.25),
         ("apply_query_key_layer_scaling", True),
         ("decoupled_weight_decay", False),
+        ("optimizer_cpu_offload", True),
     ],
 )
 def test_a_sample_of_the_measurements_is_reproduced(measured_again, monkeypatch, name, value):
