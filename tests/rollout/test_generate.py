@@ -8,7 +8,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.generate import SingleTurn, SupervisedRows, failed_samples, sampling_params
-from rlpipe.rollout.generation import Generation
+from rlpipe.rollout.generation import Generation, settled
 from rlpipe.types import PlannedGroup, Status
 from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE
 
@@ -147,3 +147,13 @@ async def test_supervised_rows_take_the_given_response():
         await SupervisedRows(decode=_decode)(group.model_copy(update={"loss_mask": (1,)}))
     with pytest.raises(DataError, match="0 response tokens"):
         await SupervisedRows(decode=_decode)(GROUP)
+
+
+def test_an_aborted_response_with_a_stop_token_ends_there():
+    """Without tokens of the second version there is no run of it."""
+    versions = [(2, "b@3@d"), (1, "b@4@d")]
+    aborted = Generation([5, END, 7], [-1.0, -2.0, -3.0], "abort", versions, "e", 0, 0.0, 1.0)
+    ended = settled(aborted, {"max_new_tokens": 6}, {END})
+    assert (ended.response_ids, ended.finish_reason) == ([5, END], "stop")
+    assert ended.log_probs == [-1.0, -2.0]
+    assert ended.weight_versions == [(2, "b@3@d")]

@@ -87,6 +87,10 @@ async def reward_of_length(args, sample, **_):
     return float(len(sample.prompt))
 
 
+async def reward_of_one(args, samples, **_):
+    return [1.0]
+
+
 def keep_long(args, samples, **_):
     return len(samples[0].prompt) > 1
 
@@ -178,3 +182,11 @@ def test_urls_of_models():
     )
     assert slime_rollout.get_model_url(args, "ref") == "http://r:2/generate"
     assert slime_rollout.get_model_url(args, "other", "/x") == "http://h:1/x"
+
+
+async def test_rewards_of_another_number_than_the_samples_are_an_error(server):
+    _, port = server
+    args = arguments(port, custom_rm_path=f"{__name__}.reward_of_one", group_rm=True)
+    (group,) = groups(["ab"])
+    with pytest.raises(ValueError, match="shorter"):
+        await slime_rollout.generate_and_rm_group(args, group, {"max_new_tokens": 4})

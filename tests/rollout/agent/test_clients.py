@@ -105,6 +105,24 @@ async def test_formats_and_forced_calls_become_grammars():
         assert "look" in engine.sampling[-1]["structural_tag"], "the tool is strict"
 
 
+async def test_the_responses_api_forces_and_forbids_calls():
+    tool: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    engine = _released(CALL)
+    async with opened(engine) as (client, _, _):
+        for choice in ("required", {"type": "function", "name": "look"}):
+            forced: Any = choice
+            answer = await client.responses.create(
+                model="m", input="hi", tools=[tool], tool_choice=forced
+            )
+            assert "look" in engine.sampling[-1]["structural_tag"]
+            assert [item.type for item in answer.output] == ["function_call"]
+        answer = await client.responses.create(
+            model="m", input="hi", tools=[tool], tool_choice="none"
+        )
+    assert "structural_tag" not in engine.sampling[-1]
+    assert answer.tool_choice == "none" and answer.output_text == CALL
+
+
 async def test_a_reply_under_a_grammar_is_streamed_once_it_is_complete():
     engine = Engine('{"a": 1}', half=3)
     async with opened(engine) as (client, _, _):
@@ -200,6 +218,7 @@ async def test_a_response_that_the_limit_cuts_is_incomplete():
             max_output_tokens=5,
             include=["message.output_text.logprobs"],
         )
+    assert response.tool_choice == "auto"
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     part: Any = response.output[0].content[0]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalSubscript]

@@ -20,6 +20,7 @@ from rlpipe.rollout.generation import Generation
 from rlpipe.types import Sample
 
 END = 0
+BEGIN = 1
 SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -48,7 +49,8 @@ class _Letters:
     name_or_path = "letters"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [ord(letter) if letter != "#" else END for letter in text]
+        begin = [BEGIN] if add_special_tokens else []
+        return begin + [ord(letter) if letter != "#" else END for letter in text]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(
