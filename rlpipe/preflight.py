@@ -34,6 +34,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
+from rlpipe.config.weight_file_hooks import check_weight_file_hooks
 from rlpipe.data.hub_commits import as_recorded
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
@@ -96,6 +97,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
             require_text(checked[0].prompt, checked[0].where)
     _check_algorithm_functions(config)
     MegatronHooks(config.train)
+    check_weight_file_hooks(config.sync)
     LogFunctions(config.observe)
     directory = None
     if isinstance(config.model.source, HuggingFaceModel):

@@ -270,6 +270,14 @@ class SyncConfig(Config):
     update_weight_full_interval: int = Tuning(default=50, ge=1)
     """`delta`: pushes from one with all weights to the next, which bounds the chain of changes.
     1: in every push."""
+    custom_update_weight_post_write_path: str | None = Tuning(None)
+    """`disk` and `delta`: user function `(args, version_dir, rollout_engines)`, called in every
+    process that has written files of a version, before engines read them;
+    `path/to/file.py:function` or `module.function`. None: no function. See
+    `rlpipe.config.weight_file_hooks` for this key and the one below."""
+    custom_pull_weights_pre_read_path: str | None = Tuning(None)
+    """User function `(source_dir, target_version)`, called on each engine's machine before files
+    are copied to it. None: no function."""
     check_weight_update_equal: bool = Tuning(False)
     """In every push, overwrite the engines' weights with random numbers, send all weights again and
     compare. The stage fails with the names of tensors that differ. Doubles the time of a push; the

@@ -256,10 +256,18 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     _needs(
         """
         sync.update_weight_disk_dir sync.update_weight_disk_keep_files
-        sync.update_weight_local_checkpoint_dir
+        sync.update_weight_local_checkpoint_dir sync.custom_update_weight_post_write_path
         """,
         lambda c: c.sync.through_files,
         "sync.transport: disk or delta",
+    ),
+    _needs(
+        "sync.custom_pull_weights_pre_read_path",
+        lambda c: (
+            c.sync.transport == "delta"
+            or (c.sync.through_files and c.sync.update_weight_local_checkpoint_dir)
+        ),
+        "sync.transport: delta, or disk with sync.update_weight_local_checkpoint_dir",
     ),
     _needs(
         """

@@ -57,11 +57,17 @@ SLIME: tuple[Flag, ...] = (
     to("update_weight_disk_keep_files", "on", False, "sync.update_weight_disk_keep_files"),
     to("update_weight_delta_encoding", "str", "xor", "sync.update_weight_delta_encoding"),
     to("update_weight_delta_checksum", "str", "xxh3-128", "sync.update_weight_delta_checksum"),
-    refused(
+    to(
         "custom_update_weight_post_write_path",
         "str",
         None,
-        "files are uploaded if --update-weight-disk-dir is s3://…",
+        "sync.custom_update_weight_post_write_path",
+    ),
+    to(
+        "sglang_custom_pull_weights_pre_read_hook",
+        "str",
+        None,
+        "sync.custom_pull_weights_pre_read_path",
     ),
     to(
         "update_weight_local_checkpoint_dir", "str", None, "sync.update_weight_local_checkpoint_dir"

@@ -18,6 +18,7 @@ from typing import Any
 from rlpipe.actors.ray.placement import LOOPBACK, own_address
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ModelSource, ResourcesConfig
+from rlpipe.config.weight_file_hooks import pre_read
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag, server_facts
 from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, ServerRequirements
 from rlpipe.engines.sglang.router import Router
@@ -25,6 +26,7 @@ from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from rlpipe.model_dir import directory_here
 from rlpipe.system.ports import free_port
+from rlpipe.types import WeightVersion
 
 FILES = "files"
 """Concurrency group of `fetch_weights`, so that other calls are answered during a copy."""
@@ -269,16 +271,23 @@ class EngineActor:
             asyncio.run(_resume_memory(self._server.url, sorted(missing), samples=samples))
             self._in_memory |= missing
 
-    def fetch_weights(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+    def fetch_weights(
+        self, root: str, stamp: str, folder: str, timeout_s: float, *, before: str | None = None
+    ) -> str:
         """Copy a weight version into this machine's mirror `folder`; return a loadable directory.
 
-        Runs in the concurrency group `files`. Raises: as `Mirror.fetch`.
+        `before`: path of a user function that is called first
+        (`sync.custom_pull_weights_pre_read_path`). Runs in the concurrency group `files`.
+        Raises: as `Mirror.fetch`; SyncError if the function fails.
         """
         # They import torch, which an engine without weight files does not need.
         from rlpipe.sync.transports.mirror import Mirror
         from rlpipe.sync.transports.versions import WeightStore
 
-        return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=timeout_s))
+        store = WeightStore(root)
+        folder_of_versions = store.location(stamp).rpartition("/")[0]
+        pre_read(before, folder_of_versions, WeightVersion.version_of(stamp))
+        return str(Mirror(folder).fetch(store, stamp, timeout_s=timeout_s))
 
     def stop(self) -> None:
         """Stop the server. An external server keeps running, and is checked before its next use."""

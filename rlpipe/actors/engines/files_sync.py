@@ -21,8 +21,10 @@ from rlpipe.actors.engines.fleet import Receivers, Weights
 from rlpipe.actors.engines.supervised import SupervisedEngine
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.actors.trainer.group import TrainerGroup
+from rlpipe.config.weight_file_hooks import post_write
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import RlpipeError, SyncError
+from rlpipe.slime.args import slime_args
 from rlpipe.sync.session import PushReport, Session, run_session
 from rlpipe.sync.transports.versions import Version, WeightStore
 
@@ -39,6 +41,9 @@ class FilesSync:
         self.resume = not spec.config.resources.engines_sleep
         quantization = spec.config.engine.quantization
         self.store = WeightStore(self.sync.disk_dir(spec.store_root, quantization))
+        self._args = None
+        if self.sync.custom_update_weight_post_write_path is not None:
+            self._args = slime_args(spec.config)
         self.mirror = self._mirror_folder(spec, cluster, quantization)
         """Folder of an engine's machine for its copy; None: engines load from the shared
         directory."""
@@ -82,7 +87,10 @@ class FilesSync:
                     return None
                 # Restoring the trainer has its own deadline.
                 start_s = time.monotonic()
-                version = await self._write(group, weights)
+                version = await self._write(group, weights, to.urls())
+        # Also for a version that an earlier attempt wrote: it can have ended before this call.
+        where = self.store.location(weights.stamp)
+        await asyncio.to_thread(post_write, self.sync, self._args, where, to.urls())
         end_s = start_s + self.sync.timeout_s
         folders, unknown = await self._fetch(weights.stamp, to.urls(), engines, end_s)
         async with loading():
@@ -99,7 +107,9 @@ class FilesSync:
             "unknown": unknown,
         }
 
-    async def _write(self, trainer: TrainerGroup, weights: Weights) -> Version:
+    async def _write(
+        self, trainer: TrainerGroup, weights: Weights, engines: Sequence[str]
+    ) -> Version:
         """Have the trainer write a version. Remove older ones after a full version."""
         base = await self._base(trainer, weights.stamp)
         await asyncio.to_thread(self.store.remove, weights.stamp)
@@ -109,6 +119,7 @@ class FilesSync:
             stamp=weights.stamp,
             base=base.stamp if base else None,
             sync=self.sync,
+            engines=list(engines),
             deadline_s=self.sync.timeout_s + CALL_TIMEOUT_S,
         )
         version = self.store.join(weights.stamp, base, self.sync, shares)
@@ -165,7 +176,11 @@ class FilesSync:
             return SyncError("the engine's server is gone")
         try:
             return await engine.fetch_weights(
-                self.store.root, stamp, str(self.mirror), _remaining(end_s)
+                self.store.root,
+                stamp,
+                str(self.mirror),
+                _remaining(end_s),
+                before=self.sync.custom_pull_weights_pre_read_path,
             )
         except RlpipeError as error:
             return error

@@ -119,11 +119,13 @@ class SupervisedEngine:
             deadline_s=CALL_TIMEOUT_S,
         )
 
-    async def fetch_weights(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
+    async def fetch_weights(
+        self, root: str, stamp: str, folder: str, deadline_s: float, *, before: str | None = None
+    ) -> str:
         """Copy a weight version to each machine of the engine, as `EngineActor.fetch_weights`."""
         refs = [
             actor.fetch_weights.options(concurrency_group=FILES).remote(
-                root, stamp, folder, deadline_s
+                root, stamp, folder, deadline_s, before=before
             )
             for actor in self.actors
         ]

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlpipe.actors.ray.placement import own_address
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.config.train import SyncConfig
+from rlpipe.config.weight_file_hooks import post_write
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 from rlpipe.engines.megatron.engine import MegatronEngine
@@ -27,7 +28,7 @@ from rlpipe.sync.session import PushReport
 from rlpipe.sync.transports.base import Push, Transport, TransportSetup
 from rlpipe.sync.transports.delta import DeltaTransport
 from rlpipe.sync.transports.registry import TRANSPORTS
-from rlpipe.sync.transports.versions import Share
+from rlpipe.sync.transports.versions import Share, WeightStore
 
 EngineRanks = Mapping[str, Sequence[int]]
 """Engine URL → trainer ranks on that engine's GPUs, in the order of the engine's ranks."""
@@ -83,9 +84,19 @@ class Pusher:
             raise SyncError("the weights arrived nowhere", where=f"push of {stamp}", found=unknown)
         return {"bytes": sent_bytes, "paused_s": paused_s, "steps": dict(steps), "unknown": unknown}
 
-    def write(self, stamp: str, base: str | None, sync: SyncConfig) -> Share:
-        """Write this rank's share of the weights as files: all of it, or changes since `base`."""
-        return self._transport(sync.transport, sync).send(self._tensors(), Push(stamp, base=base))
+    def write(
+        self, stamp: str, base: str | None, sync: SyncConfig, engines: Sequence[str] = ()
+    ) -> Share:
+        """Write this rank's share of the weights as files: all of it, or changes since `base`.
+
+        `engines`: URLs, for the user function that is called afterwards
+        (`sync.custom_update_weight_post_write_path`). Raises: SyncError, also if it fails.
+        """
+        transport = self._transport(sync.transport, sync)
+        share = transport.send(self._tensors(), Push(stamp, base=base))
+        store = WeightStore(transport.setup.files_root)
+        post_write(sync, self.spec.hook_args, store.location(stamp), engines)
+        return share
 
     @property
     def remembered(self) -> str | None:

@@ -21,20 +21,22 @@ from rlpipe.actors.trainer.pushing import Pusher
 from rlpipe.actors.trainer.rank import Address, Rank, collective
 from rlpipe.actors.trainer.scoring import critic_metrics, score_batch, with_teacher_server_scores
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.batch.build import with_advantages
-from rlpipe.batch.files import read_batch, write_batch
-from rlpipe.batch.metrics import batch_metrics
+from rlpipe.batch.build import Batch, staleness_of, with_advantages
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.files import read_batch, read_keys, read_samples, write_batch
+from rlpipe.batch.metrics import batch_metrics, proximal_metrics
+from rlpipe.batch.packing import number_of_steps
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
-from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.megatron.engine import MegatronEngine, TrainResult
 from rlpipe.engines.megatron.memory import Part
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.lineage.states import Lineage
 from rlpipe.sync.probe import Probe, compare, mean_difference, spread
 from rlpipe.sync.transports.versions import Share
-from rlpipe.types import Stage
+from rlpipe.types import Node, Stage
 
 
 class TrainerRank(Rank[MegatronEngine]):
@@ -45,6 +47,8 @@ class TrainerRank(Rank[MegatronEngine]):
         self._reference_version = 0
         self._pusher: Pusher | None = None
         self._probe: Probe | None = None
+        self._own_proximal: tuple[str, np.ndarray] | None = None
+        """Digest of the batch trained last, and the log-probs that its step computed itself."""
 
     @collective
     def advantage(
@@ -60,7 +64,11 @@ class TrainerRank(Rank[MegatronEngine]):
         supervised = spec.advantage.advantage_estimator == "none"
         batch = self._batch(before=before, version=version, **rows)
         with self._profiled("train_log_probs", version):
-            columns = batch.columns if supervised else score_batch(engine, batch.columns, spec)
+            columns = (
+                batch.columns
+                if supervised
+                else score_batch(engine, batch.columns, spec, proximal=self._scores(batch))
+            )
         # all ranks have the same columns; one of them writes
         if self.rank != 0:
             return None
@@ -78,6 +86,35 @@ class TrainerRank(Rank[MegatronEngine]):
         outputs["metrics"] = batch_metrics(batch, columns) | critic_metrics(columns)
         seconds = time.perf_counter() - start
         return {"files": [record], "outputs": outputs, "seconds": seconds}
+
+    def _scores(self, batch: Batch) -> bool:
+        """True if the policy scores this batch before it is trained."""
+        _, spec = self._ready()
+        if spec.score_proximal is not None:
+            return spec.score_proximal
+        # User functions may give a batch more rollouts than the configuration says.
+        rollouts = len(np.unique(batch.columns.rollouts))
+        train = spec.train
+        return number_of_steps(rollouts, train.global_batch_size, train.num_steps_per_rollout) > 1
+
+    def _metrics_of(
+        self, batch: Node, columns: BatchColumns, steps: TrainResult, version: int
+    ) -> dict[str, float]:
+        own = steps.proximal_log_probs
+        # Every rank: `probe` is collective.
+        self._own_proximal = None if own is None else (batch.digest, own)
+        if self.rank != 0 or own is None:
+            return {}
+        staleness = None
+        if batch.outputs.get("metrics", {}).get("rollout/staleness/max"):
+            rollout = self._nodes.get(Stage.ROLLOUT, batch.parents["rollout"])
+            samples = {
+                (sample.group_id, sample.index): sample
+                for sample in read_samples(self._files, rollout)
+            }
+            keys = read_keys(self._files, batch)
+            staleness = staleness_of([samples[key] for key in keys], version)
+        return proximal_metrics(columns.with_columns(proximal_log_probs=own), staleness)
 
     @collective
     def push(
@@ -106,13 +143,16 @@ class TrainerRank(Rank[MegatronEngine]):
         return self._pusher.remembered if self._pusher else None
 
     @collective
-    def write(self, *, held: str, stamp: str, base: str | None, sync: SyncConfig) -> Share:
+    def write(
+        self, *, held: str, stamp: str, base: str | None, sync: SyncConfig, engines: list[str]
+    ) -> Share:
         """Write this rank's share of the held weights as files: all weights, or a delta to `base`.
 
+        `engines`: URLs, for the user function that is called afterwards.
         Raises: as `Pusher.write`.
         """
         engine, spec = self._require(held)
-        return self._pusher_of(engine, spec).write(stamp, base, sync)
+        return self._pusher_of(engine, spec).write(stamp, base, sync, engines)
 
     def _pusher_of(self, engine: MegatronEngine, spec: TrainerSpec) -> Pusher:
         if self._pusher is None:
@@ -124,6 +164,11 @@ class TrainerRank(Rank[MegatronEngine]):
         """Score `samples` samples of a batch node with the held weights, for `compare`."""
         engine, spec = self._require(held)
         columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+        own = self._own_proximal
+        scored_by_step = False
+        if own is not None and own[0] == batch:
+            scored_by_step = True
+            columns = columns.with_columns(proximal_log_probs=own[1])
         chosen = columns.select(spread(len(columns), samples))
         log_probs = engine.score(chosen, temperature=1.0)
         # Score again one by one and in reverse order: differences due to packing are noise.
@@ -136,6 +181,9 @@ class TrainerRank(Rank[MegatronEngine]):
             replay = spec.train.use_rollout_routing_replay
             after = engine.score(chosen, max_tokens=1, replay=replay)
             update = chosen.proximal_log_probs - after
+            if scored_by_step:
+                # An optimizer step computes no log-probs of masked tokens.
+                update = np.where(chosen.loss_mask > 0, update, 0)
         self._probe = Probe(chosen, log_probs, mean_difference(log_probs, again), update)
 
     @collective

@@ -107,6 +107,10 @@ class WeightStore:
                 expected="branch@version@digest",
             ) from error
 
+    def location(self, stamp: str) -> str:
+        """Return the path or URL of a version's folder."""
+        return f"{self.directory or self.root.rstrip('/')}/{self.folder(stamp)}"
+
     def write(
         self, stamp: str, name: str, save: Callable[[Path], None], tensors: Iterable[str] = ()
     ) -> WeightFile:

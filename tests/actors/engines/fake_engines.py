@@ -57,7 +57,9 @@ class FakeEngine:
     def new_rendezvous(self) -> str:
         return f"here:{self.starts}"
 
-    def fetch_weights(self, root: str, stamp: str, folder: str, timeout_s: float) -> str:
+    def fetch_weights(
+        self, root: str, stamp: str, folder: str, timeout_s: float, *, before: str | None = None
+    ) -> str:
         self.brought.append(stamp)
         return folder
 

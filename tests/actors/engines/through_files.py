@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from rlpipe.actors.engines.engine import EngineActor
 from rlpipe.actors.engines.files_sync import FilesSync
 from rlpipe.actors.engines.fleet import Receivers, Weights
 from rlpipe.config.model import EngineConfig, ResourcesConfig
@@ -24,9 +26,7 @@ from rlpipe.errors import RlpipeError
 from rlpipe.lineage.states import Lineage
 from rlpipe.sync.transports.base import Push as PushOfRank
 from rlpipe.sync.transports.base import TransportSetup
-from rlpipe.sync.transports.mirror import Mirror
 from rlpipe.sync.transports.registry import TRANSPORTS
-from rlpipe.sync.transports.versions import WeightStore
 from rlpipe.types import Stage, WeightVersion
 from tests.live_engine import log_probs
 
@@ -76,10 +76,15 @@ class Kept:
         self.url = url
         self.fails = fails
 
-    async def fetch_weights(self, root: str, stamp: str, folder: str, deadline_s: float) -> str:
+    async def fetch_weights(
+        self, root: str, stamp: str, folder: str, deadline_s: float, *, before: str | None = None
+    ) -> str:
         if self.fails:
             raise RlpipeError("its disk is full")
-        return str(Mirror(folder).fetch(WeightStore(root), stamp, timeout_s=deadline_s))
+        actor = EngineActor.__new__(EngineActor)
+        return await asyncio.to_thread(
+            actor.fetch_weights, root, stamp, folder, deadline_s, before=before
+        )
 
 
 class Push:
