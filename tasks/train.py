@@ -109,6 +109,7 @@ def _agreed(ctx: RunContext, digest: str, k: int, answers: list[dict[str, Any]])
         plan = PackingPlan.model_validate(critic_packing)
         records.append(write_packing(ctx.files, digest, plan, critic=True))
     metrics = {f"train/{name}": value for name, value in _mean(result["steps"]).items()}
+    metrics |= result["metrics"]
     outputs = {
         "state_digest": result["state_digest"],
         "version": k + 1,

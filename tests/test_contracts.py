@@ -82,6 +82,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "supervised": SUPERVISED,
     "gspo": {"advantage": {"advantage_estimator": "gspo"}},
+    "scored where a result needs it": {"advantage": {"score_proximal": None}},
     "cispo with a reference that is refreshed": {
         "advantage": {"advantage_estimator": "cispo", "reference": True},
         "reference": {"ref_update_interval": 2},

@@ -123,7 +123,7 @@ def fix_batch(
         indices=tuple(sample.index for sample in kept),
         rewards=np.array(values, np.float64),
         dropped=dropped,
-        staleness=_staleness(kept, version),
+        staleness=staleness_of(kept, version),
         samples=tuple(
             replace(sample, reward=value, rollout_routed_experts=None)
             for sample, value in zip(kept, values, strict=True)
@@ -320,7 +320,8 @@ def _with_stale_masked(sample: Sample, oldest: int) -> Sample:
     return replace(sample, loss_mask=mask)
 
 
-def _staleness(samples: list[Sample], version: int) -> np.ndarray | None:
+def staleness_of(samples: Sequence[Sample], version: int) -> np.ndarray | None:
+    """Return `Batch.staleness` of these samples. `version`: the weight version that is trained."""
     if any(sample.rollout_log_probs is None for sample in samples):
         return None
     # A sample without recorded versions counts as sampled by the weights that are trained.

@@ -126,6 +126,12 @@ def read_batch(files: Files, advantage: Node) -> BatchColumns:
     return batch_columns(read_rows(files, advantage.files, BATCH.names))
 
 
+def read_keys(files: Files, advantage: Node) -> list[tuple[str, int]]:
+    """Return (group id, index) of each sample of a batch. Raises: ObjectMissing, ObjectCorrupt."""
+    rows = read_rows(files, advantage.files, ["group_id", "index"])
+    return list(zip(rows["group_id"].to_pylist(), rows["index"].to_pylist(), strict=True))
+
+
 def batch_columns(table: pa.Table) -> BatchColumns:
     """Return the batch in the rows of an advantage node."""
     tokens, offsets = ragged(table["tokens"])

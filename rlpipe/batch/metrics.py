@@ -29,16 +29,36 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
         metrics["rollout/raw_reward"] = float(batch.rewards.mean())
         metrics["rollout/zero_std_fraction"] = zero_std_fraction(batch)
     metrics |= column_means(columns)
-    metrics |= mismatch_metrics(columns)
-    metrics |= _current_differences(batch, columns)
+    metrics |= proximal_metrics(columns, batch.staleness)
     return metrics
 
 
-def column_means(columns: BatchColumns) -> dict[str, float]:
-    """Return means over the tokens that count: advantages, returns, values and kl.
+def proximal_metrics(columns: BatchColumns, staleness: np.ndarray | None) -> dict[str, float]:
+    """Return the metrics that compare proximal with other log-probs; {} without proximal ones.
 
-    kl = proximal − reference log-prob.
+    `staleness`: [R], or None if the trained weights sampled all tokens. The advantage stage reports
+    these metrics; if the optimizer step computes the proximal log-probs, the train stage does.
     """
+    return {
+        **reference_metrics(columns),
+        **mismatch_metrics(columns),
+        **_current_differences(columns, staleness),
+    }
+
+
+def reference_metrics(columns: BatchColumns) -> dict[str, float]:
+    """Return the mean of proximal − reference log-prob over the tokens that count."""
+    if columns.proximal_log_probs is None or columns.reference_log_probs is None:
+        return {}
+    in_loss = columns.loss_mask > 0
+    if not in_loss.any():
+        return {}
+    kl = columns.proximal_log_probs - columns.reference_log_probs
+    return {"rollout/kl": float(kl[in_loss].mean(dtype=np.float64))}
+
+
+def column_means(columns: BatchColumns) -> dict[str, float]:
+    """Return means of advantages, returns and values over the tokens that count."""
     in_loss = columns.loss_mask > 0
     if not in_loss.any():
         return {}
@@ -47,8 +67,6 @@ def column_means(columns: BatchColumns) -> dict[str, float]:
         "returns": columns.returns,
         "values": columns.values,
     }
-    if columns.proximal_log_probs is not None and columns.reference_log_probs is not None:
-        values["kl"] = columns.proximal_log_probs - columns.reference_log_probs
     return {
         f"rollout/{name}": float(column[in_loss].mean(dtype=np.float64))
         for name, column in values.items()
@@ -103,13 +121,13 @@ def staleness_metrics(batch: Batch, loss_mask: np.ndarray) -> dict[str, float]:
     }
 
 
-def _current_differences(batch: Batch, columns: BatchColumns) -> dict[str, float]:
+def _current_differences(columns: BatchColumns, staleness: np.ndarray | None) -> dict[str, float]:
     if columns.proximal_log_probs is None or columns.rollout_log_probs is None:
         return {}
     difference = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)
     current = columns.loss_mask > 0
-    if batch.staleness is not None:
-        current &= batch.staleness == 0
+    if staleness is not None:
+        current &= staleness == 0
     if not current.any():
         return {}
     return {

@@ -105,7 +105,7 @@ def plan(
     _check_arguments(lengths, order, sizes)
     numbers = np.arange(len(lengths)) if rollout is None else np.asarray(rollout)
     rollouts = _rollouts_in_order(order, numbers)
-    steps = num_steps or math.ceil(len(rollouts) / (global_batch_size or len(rollouts)))
+    steps = number_of_steps(len(rollouts), global_batch_size, num_steps)
     cost = lengths * (1 + lengths / attention_length) if balance_by_flops else lengths.astype(float)
     size = np.minimum(lengths, max_tokens) if micro_batch_size is None else np.ones_like(lengths)
     capacity = max_tokens if micro_batch_size is None else micro_batch_size
@@ -116,6 +116,11 @@ def plan(
     return PackingPlan(
         num_samples=len(lengths), data_parallel=data_parallel, max_tokens=max_tokens, steps=packed
     )
+
+
+def number_of_steps(rollouts: int, global_batch_size: int | None, num_steps: int | None) -> int:
+    """Return the optimizer steps of a batch of `rollouts` rollouts; see `plan`."""
+    return num_steps or math.ceil(rollouts / (global_batch_size or rollouts))
 
 
 def attention_length(config: Mapping[str, Any]) -> float:

@@ -89,10 +89,12 @@ class AdvantageConfig(Config):
     changes `rollout_data["advantages"]`, `["returns"]` or `["loss_masks"]`. None: no change."""
     reference: bool = False
     """Score the batch with the reference model too. KL terms need it."""
-    score_proximal: bool = True
-    """Score the batch with the weights before training (proximal log-probs). False saves this pass.
-    The probability ratio then uses the engine's log-probs (train.loss.use_rollout_logprobs), or
-    with a single optimizer step the policy's own."""
+    score_proximal: bool | None = None
+    """Score the batch with the weights before training (proximal log-probs). None: only where a
+    result needs this pass. A single optimizer step computes the same log-probs itself; then ratio,
+    corrections and metrics use these, and the batch has no column `proximal_log_probs`. True: in
+    every iteration. False: never; the ratio uses the engine's log-probs
+    (train.loss.use_rollout_logprobs), or with a single optimizer step the policy's own."""
     log_probs_max_tokens_per_gpu: int | None = Tuning(default=None, ge=1)
     """Packed tokens of a scoring micro-batch per rank; None: train.max_tokens_per_gpu."""
 
@@ -134,7 +136,7 @@ class AdvantageConfig(Config):
             )
         if self.kl_coef and not self.reference:
             raise ValueError("kl_coef needs reference: true")
-        if not self.score_proximal and (self.kl_coef or self.use_opd):
+        if self.score_proximal is False and (self.kl_coef or self.use_opd):
             raise ValueError(
                 "score_proximal: false gives no log-probs to compare with the reference or the "
                 "teacher"
@@ -294,6 +296,24 @@ class LossConfig(Config):
         return next((key for key, given in keys.items() if given), "")
 
     @property
+    def corrects_whole_steps(self) -> bool:
+        """True if the correction of a token depends on all tokens of the optimizer step."""
+        return bool(self.corrects) and (
+            self.renormalize_rejected
+            or (self.use_tis and self.tis_batch_normalize)
+            or self.custom_tis_function_path is not None
+        )
+
+    @property
+    def corrects_sequences(self) -> bool:
+        """True if the correction of a token depends on its whole sequence."""
+        return (
+            (self.use_tis and self.tis_level != "token")
+            or (self.use_rs and self.rs_level != "token")
+            or self.rs_veto_threshold is not None
+        )
+
+    @property
     def rs_bounds(self) -> tuple[float, float]:
         """Smallest and largest accepted weight."""
         upper = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
@@ -366,7 +386,7 @@ def algorithm_conflict(
             "advantage.kl_coef adds the KL to the reward and train.loss.kl_loss_coef adds it to "
             "the loss; remove one of them"
         )
-    if advantage.score_proximal or loss.type == "sft":
+    if advantage.score_proximal is not False or loss.type == "sft":
         return None
     if loss.corrects:
         return (

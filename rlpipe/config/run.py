@@ -371,7 +371,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _replayed_routing_has_a_source(self):
         from_engines = self.train.use_rollout_routing_replay
-        scored = self.advantage.score_proximal and self.train.loss.type != "sft"
+        scored = self.advantage.score_proximal is not False and self.train.loss.type != "sft"
         if self.train.use_routing_replay and not (from_engines or scored):
             raise ValueError(
                 "train.use_routing_replay replays the routing of the scoring pass; it needs "

@@ -38,7 +38,7 @@ from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.files import read_batch, read_packing, read_rewards, read_samples
 from rlpipe.batch.packing import PackingPlan, attention_length, plan
-from rlpipe.engines.megatron.engine import MegatronEngine
+from rlpipe.engines.megatron.engine import MegatronEngine, TrainResult
 from rlpipe.engines.megatron.reproducibility import facts
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
@@ -223,7 +223,7 @@ class Rank(ABC, Generic[E]):
     def train(self, *, key: str, before: str, advantage: str) -> dict[str, Any]:
         """Take the optimizer steps of one iteration, at most once.
 
-        Return `{"steps", "state_digest", "packing", "tokens", "machine", "seconds"}`.
+        Return `{"steps", "metrics", "state_digest", "packing", "tokens", "machine", "seconds"}`.
         """
         # a retry after a lost answer must not train the batch twice
         if self.held == key and not self.dirty:
@@ -246,6 +246,10 @@ class Rank(ABC, Generic[E]):
         self._refresh_reference(version + 1)
         result = {
             "steps": steps.steps,
+            # A replay repeats steps whose metrics are recorded.
+            "metrics": {}
+            if self.busy == "restore"
+            else self._metrics_of(batch, columns, steps, version),
             "state_digest": steps.state_digest,
             "packing": packing.model_dump(),
             "tokens": len(columns.tokens),
@@ -378,6 +382,12 @@ class Rank(ABC, Generic[E]):
     @abstractmethod
     def _refresh_reference(self, version: int) -> None:
         """Copy the held weights to the reference, if weight version `version` refreshes it."""
+
+    def _metrics_of(
+        self, batch: Node, columns: BatchColumns, steps: TrainResult, version: int
+    ) -> dict[str, float]:
+        """Return the metrics of a trained batch that its advantage node could not have."""
+        return {}
 
     def _checkpoint_prefix(self, prefix: str) -> str:
         """Return the store prefix for this world's part of a checkpoint."""

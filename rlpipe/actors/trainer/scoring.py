@@ -2,7 +2,8 @@
 
 | column              | model                           | configured by                            |
 |---------------------|---------------------------------|------------------------------------------|
-| proximal_log_probs  | the policy before the iteration | `advantage.score_proximal`               |
+| proximal_log_probs  | the policy before the iteration | `advantage.score_proximal`, or where one |
+|                     |                                 | optimizer step does not compute them     |
 | routed_experts      | the same, in that pass          | `train.use_routing_replay`               |
 |                     | the engine that sampled         | `train.use_rollout_routing_replay`       |
 | reference_log_probs | the reference                   | `advantage.reference`                    |
@@ -31,23 +32,25 @@ SEQUENCES_AT_ONCE = 64
 """Samples per request to a teacher's server."""
 
 
-def score_batch(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
+def score_batch(
+    engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec, *, proximal: bool
+) -> BatchColumns:
     """Return the batch with the columns of all models that the trainer ranks hold.
 
-    Collective; the result is the same on every rank.
+    `proximal`: with the policy's log-probs. Collective; the result is the same on every rank.
     """
     limit = spec.advantage.log_probs_max_tokens_per_gpu
-    proximal = None
+    scores = None
     experts = None
     if spec.train.use_rollout_routing_replay:
         experts = engine.routing_of_engines(columns)
-        if spec.advantage.score_proximal:
+        if proximal:
             routed = columns.with_columns(routed_experts=experts)
-            proximal = engine.score(routed, max_tokens=limit, replay=True)
+            scores = engine.score(routed, max_tokens=limit, replay=True)
     elif spec.train.use_routing_replay:
-        proximal, experts = engine.score_and_route(columns, max_tokens=limit)
-    elif spec.advantage.score_proximal:
-        proximal = engine.score(columns, max_tokens=limit)
+        scores, experts = engine.score_and_route(columns, max_tokens=limit)
+    elif proximal:
+        scores = engine.score(columns, max_tokens=limit)
     reference = None
     if spec.advantage.reference:
         reference = engine.score(columns, model="reference", max_tokens=limit)
@@ -56,7 +59,7 @@ def score_batch(engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec
         teacher = engine.score(columns, model="teacher", max_tokens=limit)
     values = engine.values(columns, max_tokens=limit) if spec.critic is not None else None
     return columns.with_columns(
-        proximal_log_probs=proximal,
+        proximal_log_probs=scores,
         routed_experts=experts,
         reference_log_probs=reference,
         teacher_log_probs=teacher,

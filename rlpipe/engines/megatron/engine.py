@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +83,8 @@ class TrainResult:
     """
     state_digest: str = ""
     """Digest of the state after the last step."""
+    proximal_log_probs: np.ndarray | None = None
+    """As `PolicySteps.proximal_log_probs`. None on ranks of a critic."""
 
 
 def combined_result(
@@ -399,6 +401,7 @@ class MegatronEngine(MegatronRank):
         plan.check(len(batch), self._data_parallel)
         self._memory.require("optimizer", "gradients")
         steps: list[dict[str, float]] = [{} for _ in plan.steps]
+        proximal = None
         if self._critic is not None or (critic_only and self._exchange is None):
             steps = self.critic.train(batch, plan)
         if not critic_only:
@@ -411,10 +414,12 @@ class MegatronEngine(MegatronRank):
                 hook_args,
                 partial(self._before_step, version),
             )
-            steps = [mine | other for mine, other in zip(policy, steps, strict=True)]
+            steps = [mine | other for mine, other in zip(policy.metrics, steps, strict=True)]
+            proximal = policy.proximal_log_probs
         if self._exchange is not None:
-            return combined_result(self._exchange, state_digest(self.trained), steps)
-        return TrainResult(steps, self.state_digest())
+            combined = combined_result(self._exchange, state_digest(self.trained), steps)
+            return replace(combined, proximal_log_probs=proximal)
+        return TrainResult(steps, self.state_digest(), proximal)
 
     def state_digest(self) -> str:
         """Return 128 bits in hex over the state of policy and critic, equal on all ranks.

@@ -283,7 +283,7 @@ def test_a_batch_without_the_columns_its_loss_reads_is_refused_before_a_step(sta
             ours.trained,
             batch.with_columns(rollout_log_probs=None),
             one_plan(ours, batch),
-            LossConfig(use_tis=True),
+            LossConfig(use_tis=True, tis_batch_normalize=True),
             1.0,
         )
     with pytest.raises(DataError, match="another batch"):

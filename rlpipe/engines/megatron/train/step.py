@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rlpipe.algorithms import custom
+from rlpipe.algorithms.importance import correct
 from rlpipe.algorithms.objective import CustomLoss, Objective, TokenBatch, objective
 from rlpipe.algorithms.sequences import Sequences, local_total
 from rlpipe.batch.columns import BatchColumns, gather_index
@@ -38,7 +39,19 @@ from rlpipe.engines.megatron.train.logits import LogitsLoss
 from rlpipe.engines.megatron.train.optimizer_step import summed_metrics, update
 from rlpipe.engines.megatron.train.passes import packing_slice, run_logits_passes, run_passes
 from rlpipe.engines.megatron.train.routing import ForwardContext, RoutingReplay
+from rlpipe.engines.megatron.train.score import assembled_column
 from rlpipe.engines.megatron.train.token_weights import StepWeights, step_weights
+
+
+@dataclass(frozen=True, eq=False)
+class PolicySteps:
+    """Result of the policy's optimizer steps. Equal on every rank."""
+
+    metrics: list[dict[str, float]]
+    """Of each step."""
+    proximal_log_probs: np.ndarray | None
+    """[R] float32: the single step's own log-probs, 0 where the loss mask is 0. None if the batch
+    has proximal log-probs, or there are several steps."""
 
 
 def train_steps(
@@ -49,13 +62,14 @@ def train_steps(
     temperature: float,
     hook_args: Any = None,
     before_step: Callable[[int], None] = lambda _: None,
-) -> list[dict[str, float]]:
-    """Take the plan's optimizer steps and return the metrics of each, equal on every rank.
+) -> PolicySteps:
+    """Take the plan's optimizer steps.
 
-    Collective. `hook_args`: the `args` of user functions. `before_step`: called with the number of
-    each step after its gradients are zeroed. Raises: DataError if the batch lacks a column that the
-    loss reads, a user function returns a wrong result, or the plan is of another batch;
-    TrainerError if a loss or gradient is not finite (the weights are then invalid).
+    Collective. A single step of a batch without proximal log-probs uses its own (`StepProximal`).
+    `hook_args`: the `args` of user functions. `before_step`: called with the number of each step
+    after its gradients are zeroed. Raises: DataError if the batch lacks a column that the loss
+    reads, a user function returns a wrong result, or the plan is of another batch; TrainerError if
+    a loss or gradient is not finite (the weights are then invalid).
     """
     packing.check(len(batch), parallel_state.get_data_parallel_world_size())
     _check_columns(batch, packing, loss)
@@ -63,6 +77,8 @@ def train_steps(
     path = loss.custom_loss_function_path
     function = custom.load("custom_loss_function_path", path) if path else None
     takes_logits = function is not None and custom.takes_logits(function)
+    own = loss.type == "policy" and batch.proximal_log_probs is None and len(packing.steps) == 1
+    proximal = StepProximal(batch, loss) if own else None
     with _routing_context(trained, batch) as forward_context:
         run = _PolicyRun(
             trained=trained,
@@ -74,11 +90,72 @@ def train_steps(
             logits_loss=function if takes_logits else None,
             forward_context=forward_context,
             counts=np.bincount(batch.sample_of, batch.loss_mask, minlength=len(batch)),
+            proximal=proximal,
         )
-        return [
+        metrics = [
             run.take_step(k, step, before_step, where=f"train/optimizer step {k}")
             for k, step in enumerate(packing.steps)
         ]
+    return PolicySteps(metrics, proximal.column() if proximal else None)
+
+
+class StepProximal:
+    """Proximal log-probs of a batch that was not scored: those of its single optimizer step.
+
+    Before the step the weights are those of the scoring pass, so the step's own log-probs, without
+    gradient, are the proximal ones.
+    """
+
+    def __init__(self, batch: BatchColumns, loss: LossConfig) -> None:
+        self._batch = batch
+        self._sample_of = batch.sample_of
+        self._loss = loss
+        self._parts: list[tuple[np.ndarray, torch.Tensor]] = []
+
+    def apply(
+        self, tokens: TokenBatch, micro: MicroBatch
+    ) -> tuple[TokenBatch, dict[str, torch.Tensor]]:
+        """Return the tokens with the off-policy correction of this loss, and its metrics.
+
+        `importance.correct` runs on the CPU in float64, as for a scored batch. So both give the
+        same digits.
+        """
+        own = tokens.log_probs.detach()
+        index = micro.response_index
+        self._parts.append((index, own))
+        if not self._loss.corrects:
+            return tokens, {}
+        sample = self._sample_of[index]
+        ends = np.flatnonzero(np.diff(sample, append=-1)) + 1
+        assert self._batch.rollout_log_probs is not None
+        correction = correct(
+            own.float().cpu().numpy(),
+            self._batch.rollout_log_probs[index],
+            np.ones(len(index), np.float32),
+            np.diff(ends, prepend=0),
+            self._loss,
+        )
+
+        def column(values: np.ndarray) -> torch.Tensor:
+            return platform.to_device(torch.from_numpy(values.astype(np.float32)), own.device)
+
+        kept = column(correction.kept)
+        policy = tokens.policy_weight
+        corrected = replace(
+            tokens,
+            weight=tokens.weight * kept,
+            policy_weight=None if policy is None else policy * kept,
+            factor=column(correction.factor) if self._loss.use_tis else None,
+        )
+        # Metrics are averaged over all tokens of the loss mask, rejected tokens included.
+        metrics = {
+            name: column(values) @ tokens.weight for name, values in correction.metrics.items()
+        }
+        return corrected, metrics
+
+    def column(self) -> np.ndarray:
+        """Return [R] float32, 0 where the loss mask is 0, on every rank. Collective."""
+        return assembled_column(self._parts, self._batch.num_response_tokens)
 
 
 @contextmanager
@@ -109,8 +186,7 @@ def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) 
     policy = loss.type == "policy"
     needed = {
         "advantages": policy,
-        "proximal_log_probs": policy
-        and (bool(loss.corrects) or (len(packing.steps) > 1 and not loss.use_rollout_logprobs)),
+        "proximal_log_probs": policy and not _steps_give_proximal(packing, loss),
         "reference_log_probs": policy and loss.kl_loss_coef > 0,
         "rollout_log_probs": policy and (bool(loss.corrects) or loss.use_rollout_logprobs),
     }
@@ -123,6 +199,14 @@ def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) 
             f"loss {loss.type}",
             do="score the batch first (more than one optimizer step needs proximal log-probs)",
         )
+
+
+def _steps_give_proximal(packing: PackingPlan, loss: LossConfig) -> bool:
+    """True if the steps compute, or do not read, the proximal log-probs."""
+    if len(packing.steps) > 1:
+        return loss.use_rollout_logprobs
+    split = loss.corrects_sequences and parallel_state.get_context_parallel_world_size() > 1
+    return not (loss.corrects_whole_steps or split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +225,8 @@ class _PolicyRun:
     forward_context: ForwardContext | None
     counts: np.ndarray
     """[N]: tokens of each sample that count in the loss."""
+    proximal: StepProximal | None = None
+    """None if the batch has proximal log-probs, or no step needs them."""
 
     def take_step(
         self, number: int, step: tuple, before_step: Callable[[int], None], where: str
@@ -190,7 +276,11 @@ class _PolicyRun:
             micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = self._token_batch(weights, micro, log_probs, entropy)
-            return collector.collect(objective(tokens, self.loss, token_loss))
+            corrections: dict[str, torch.Tensor] = {}
+            if self.proximal is not None:
+                tokens, corrections = self.proximal.apply(tokens, micro)
+            result = objective(tokens, self.loss, token_loss)
+            return collector.collect(Objective(result.loss, {**result.metrics, **corrections}))
 
         return run_passes(
             self.trained,

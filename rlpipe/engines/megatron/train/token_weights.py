@@ -26,7 +26,7 @@ class StepWeights:
     policy_weight: np.ndarray | None
     """Weight of the surrogate, from a custom reducer. None: `weight`."""
     factor: np.ndarray | None
-    """Off-policy factor, with `use_tis`."""
+    """Off-policy factor, with `use_tis`. None also if the step corrects its own log-probs."""
     metrics: dict[str, float]
     """Metrics of the off-policy correction."""
 
@@ -36,7 +36,9 @@ def step_weights(
 ) -> StepWeights:
     """Return weights and off-policy factors of the step that trains these samples.
 
-    `samples`: int64, ascending. Raises: DataError if a user function returns a wrong result.
+    `samples`: int64, ascending. Without proximal log-probs in the batch the weights have no
+    off-policy correction (`StepProximal`). Raises: DataError if a user function returns a wrong
+    result.
     """
     index = gather_index(batch.response_offsets, samples)
     part = batch.select(samples)
@@ -69,7 +71,9 @@ def step_weights(
     return StepWeights(
         weight=_scattered(weights(counted, kept), index, batch),
         policy_weight=None if policy is None else _scattered(policy, index, batch),
-        factor=_scattered(correction.factor, index, batch) if loss.use_tis else None,
+        factor=_scattered(correction.factor, index, batch)
+        if loss.use_tis and batch.proximal_log_probs is not None
+        else None,
         metrics={name: float(averaged @ column) for name, column in correction.metrics.items()},
     )
 
@@ -81,11 +85,10 @@ def _scattered(values: np.ndarray, index: np.ndarray, batch: BatchColumns) -> np
 
 
 def _correction(part: BatchColumns, loss: LossConfig, hook_args: Any) -> Correction:
-    if not loss.corrects:
+    if not loss.corrects or part.proximal_log_probs is None:
         return Correction(np.ones(part.num_response_tokens), np.ones(part.num_response_tokens))
     proximal_log_probs = part.proximal_log_probs
     rollout_log_probs = part.rollout_log_probs
-    assert proximal_log_probs is not None
     assert rollout_log_probs is not None
     if not (path := loss.custom_tis_function_path):
         lengths = part.response_lengths
