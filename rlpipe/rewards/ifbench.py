@@ -1,6 +1,6 @@
 """Reward of IFBench (https://github.com/allenai/IFBench): 1 if all instructions are followed.
 
-    reward.function: {type: python, path: "rlpipe.rewards.ifbench:score"}
+    reward.function: {type: python, path: "rlpipe.rewards.ifbench.score"}
 
 The checks are IFBench's own, in its module `evaluation_lib`, which is not a package of an index:
 clone the repository, install its requirements.txt, and add its folder to PYTHONPATH. slime's

@@ -15,7 +15,7 @@ from rlpipe.errors import ConfigError
 
 RULES = ("math", *get_args(RuleReward.model_fields["type"].annotation), "reasoning_gym")
 """Values of a row's `rm_type`, with or without the prefix `boxed_`."""
-FUNCTIONS = {"ifbench": "rlpipe.rewards.ifbench:score"}
+FUNCTIONS = {"ifbench": "rlpipe.rewards.ifbench.score"}
 """Reward of slime with checks of a repository that is not a package → function."""
 ALTERNATIVES = {
     "opencua_click": "vision models are not supported",

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.slime.reward_flags import reward_function
 from rlpipe.types import Sample
@@ -63,7 +64,12 @@ def test_a_missing_repository_is_named_with_the_commands(monkeypatch: pytest.Mon
 def test_slime_s_flag_names_the_function():
     assert reward_function({"rm_type": "ifbench"}) == {
         "type": "python",
-        "path": f"{NAME}:score",
+        "path": f"{NAME}.score",
         "group": False,
         "reward_key": None,
     }
+
+
+def test_the_function_of_the_flag_is_found(reward: ModuleType):
+    score = load_hook(reward_function({"rm_type": "ifbench"})["path"])
+    assert (score.__module__, score.__name__) == (reward.__name__, "score")
