@@ -5,6 +5,8 @@ functions work; `args` has slime's names:
 
     custom_advantage_function_path
         (args, rollout_data) -> None; sets rollout_data["advantages"], ["returns"]
+    custom_convert_samples_to_train_data_path
+        (args, samples) -> dict with "rewards" and "loss_masks"
     rollout_data_postprocess_path
         (args, rollout_id, rollout_data) -> None; changes "advantages", "returns" or "loss_masks"
     custom_tis_function_path
@@ -15,6 +17,10 @@ functions work; `args` has slime's names:
     custom_loss_function_path
         (args, batch, logits, sum_of_sample_mean) -> (loss, metrics)
         or (args, batch, log_probs, entropy) -> (loss per token, metrics)
+
+A conversion of samples has slime's result, a dict of lists with an entry for each sample. Its
+rewards, loss masks and log-probs replace those of the samples. Tokens, their order and the rollout
+of each sample are stored before, so other ones are refused (`converted`).
 
 Correction and reducer run once per optimizer step on the CPU, with all samples of the step. Like
 slime's, a correction must be proportional to pg_loss and a reducer linear in its values. Their
@@ -36,6 +42,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,11 +54,13 @@ from rlpipe.algorithms.values import Estimates
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.types import Sample
 
 Function = Callable[..., Any]
 
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_advantage_function_path": (("args", "rollout_data"), ()),
+    "custom_convert_samples_to_train_data_path": (("args", "samples"), ()),
     "rollout_data_postprocess_path": (("args", "rollout_id", "rollout_data"), ()),
     "custom_tis_function_path": (
         ("args",),
@@ -123,6 +132,102 @@ def custom_estimates(
     return Estimates(advantages, _flatten(returns, lengths, where, "returns"))
 
 
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Values of a batch from the user's conversion of its samples."""
+
+    rewards: np.ndarray
+    """[N] float64."""
+    loss_mask: np.ndarray
+    """[R] float64, 0 or 1."""
+    log_probs: dict[str, np.ndarray]
+    """`rollout_log_probs` or `teacher_log_probs`, as far as returned → [R] float64."""
+
+
+def converted(
+    function: Function, args: Any, samples: Sequence[Sample], rollouts: np.ndarray
+) -> Converted:
+    """Call the conversion of samples and return the values that it decides.
+
+    `rollouts` [N]: number of each sample's rollout.
+    Raises: DataError if an entry is missing or unknown, does not have one value for each sample or
+    token, or changes tokens, their order or the rollouts.
+    """
+    # Copies: the function may write into its samples.
+    data = function(args, [replace(sample) for sample in samples])
+    where = "custom_convert_samples_to_train_data_path"
+    entries = {name: value for name, value in data.items() if value is not None}
+    unknown = entries.keys() - {*CONVERTED, *STORED, *DERIVED}
+    if unknown or not entries.keys() >= CONVERTED_ALWAYS:
+        raise DataError(
+            "a conversion of samples returns these entries",
+            where=where,
+            found=", ".join(sorted(entries)),
+            expected=", ".join((*CONVERTED, *STORED, *DERIVED)),
+        )
+    numbers = np.unique(rollouts, return_inverse=True)[1].tolist()
+    stored = {
+        "tokens": [[*sample.prompt_ids, *sample.response_ids] for sample in samples],
+        "response_lengths": [len(sample.response_ids) for sample in samples],
+        "rollout_ids": numbers,
+    }
+    for name in entries.keys() & STORED.keys():
+        if STORED[name](entries[name]) != STORED[name](stored[name]):
+            raise DataError(
+                f"a conversion of samples must not change their {name}",
+                where=f"{where} ({name})",
+                found=f"{len(entries[name])} samples with other values",
+                expected=f"the values of the {len(samples)} samples, in their order",
+                do="drop a sample by a loss mask of 0",
+            )
+    lengths = np.array(stored["response_lengths"], np.int64)
+    per_token = {
+        name: _flatten(entries[name], lengths, where, name)
+        for name in CONVERTED
+        if name in entries and name != "rewards"
+    }
+    rewards = _float_array(entries["rewards"])
+    if len(rewards) != len(samples) or not np.isfinite(rewards).all():
+        raise DataError(
+            "a conversion of samples must return one finite reward per sample",
+            where=f"{where} (rewards)",
+            found=f"{int(np.isfinite(rewards).sum())} finite numbers",
+            expected=f"{len(samples)}",
+        )
+    return Converted(
+        rewards=rewards,
+        loss_mask=_checked_mask(per_token.pop("loss_masks"), where),
+        log_probs=per_token,
+    )
+
+
+def _first_seen(values: Sequence[Any]) -> list[int]:
+    """Number values by their first appearance, so that equal partitions are equal lists."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return [numbers[value] for value in values]
+
+
+CONVERTED = ("rewards", "loss_masks", "rollout_log_probs", "teacher_log_probs")
+"""Entries of a conversion that replace values of the samples."""
+CONVERTED_ALWAYS = {"rewards", "loss_masks"}
+STORED: dict[str, Callable[[Any], Any]] = {
+    "tokens": lambda parts: [list(map(int, part)) for part in parts],
+    "response_lengths": lambda lengths: list(map(int, lengths)),
+    "rollout_ids": _first_seen,
+}
+"""Entries that must equal the stored samples → their form for the comparison."""
+DERIVED = (
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "rollout_mask_sums",
+    "round_number",
+    "source_names",
+    "metadata",
+)
+"""Entries that a batch derives from the samples in any case."""
+
+
 def postprocessed(
     function: Function,
     args: Any,
@@ -141,9 +246,14 @@ def postprocessed(
     advantages, returns, mask = (
         _flatten(rollout_data[name], lengths, where, name) for name in names
     )
+    return Estimates(advantages, returns), _checked_mask(mask, where)
+
+
+def _checked_mask(mask: np.ndarray, where: str) -> np.ndarray:
+    """Return the mask. Raises: DataError for another value than 0 and 1."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError("a loss mask is not 0 or 1", where=where, found=sorted({*mask})[:5])
-    return Estimates(advantages, returns), mask
+    return mask
 
 
 def custom_correction(

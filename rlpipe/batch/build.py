@@ -147,6 +147,9 @@ def with_advantages(
     Raises: ValueError if the estimator needs a column that is missing; DataError if a user function
     returns a wrong value; ConfigError if the function does not exist.
     """
+    path = config.custom_convert_samples_to_train_data_path
+    if path is not None:
+        batch, columns = _converted(batch, columns, path, hook_args)
     scored = ScoredBatch(
         rewards=batch.rewards,
         group=np.unique(np.asarray(batch.group_ids), return_inverse=True)[1],
@@ -166,6 +169,18 @@ def with_advantages(
     columns = columns.with_columns(advantages=estimates.advantages, returns=estimates.returns)
     path = config.rollout_data_postprocess_path
     return columns if path is None else _postprocessed(batch, columns, path, hook_args, iteration)
+
+
+def _converted(
+    batch: Batch, columns: BatchColumns, path: str, hook_args: Any
+) -> tuple[Batch, BatchColumns]:
+    """Return batch and columns with the values of the user's conversion of the samples."""
+    function = custom.load("custom_convert_samples_to_train_data_path", path)
+    result = custom.converted(function, hook_args, batch.samples, columns.rollouts)
+    log_probs = {name: value.astype(np.float32) for name, value in result.log_probs.items()}
+    mask = result.loss_mask.astype(columns.loss_mask.dtype)
+    columns = columns.with_columns(loss_mask=mask, **log_probs)
+    return replace(batch, rewards=result.rewards), columns
 
 
 def _postprocessed(

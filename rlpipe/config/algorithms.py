@@ -84,6 +84,11 @@ class AdvantageConfig(Config):
     """User function that replaces the estimator: `(args, rollout_data) -> None` sets
     `rollout_data["advantages"]` and `["returns"]`. `path/to/file.py:function` or
     `module.function`. None: the estimator."""
+    custom_convert_samples_to_train_data_path: str | None = None
+    """User function `(args, samples) -> dict` that converts the samples of a batch, as in slime:
+    the entries `rewards`, `loss_masks`, `rollout_log_probs` and `teacher_log_probs` replace those
+    of the samples. Advantages are estimated from its rewards, which in slime are normalized
+    already (rewards_normalization: false). None: no conversion."""
     rollout_data_postprocess_path: str | None = None
     """User function that changes the estimated batch: `(args, rollout_id, rollout_data) -> None`
     changes `rollout_data["advantages"]`, `["returns"]` or `["loss_masks"]`. None: no change."""
@@ -111,7 +116,11 @@ class AdvantageConfig(Config):
     @property
     def hooks(self) -> tuple[str, ...]:
         """Paths of the user functions."""
-        paths = (self.custom_advantage_function_path, self.rollout_data_postprocess_path)
+        paths = (
+            self.custom_convert_samples_to_train_data_path,
+            self.custom_advantage_function_path,
+            self.rollout_data_postprocess_path,
+        )
         return tuple(path for path in paths if path)
 
     @model_validator(mode="before")

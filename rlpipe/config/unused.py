@@ -183,7 +183,10 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "advantage.kl_coef above 0",
     ),
     _needs(
-        "advantage.rollout_data_postprocess_path",
+        """
+        advantage.rollout_data_postprocess_path
+        advantage.custom_convert_samples_to_train_data_path
+        """,
         lambda c: c.advantage.advantage_estimator != "none",
         "an advantage.advantage_estimator other than none",
     ),

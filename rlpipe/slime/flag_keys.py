@@ -76,7 +76,13 @@ def keys_of(flags: ParsedFlags) -> Keys:
     if (function := reward_function(values)) is not None and "reward.function" not in keys:
         keys["reward.function"] = function
     path = values.get("custom_reward_post_process_path")
-    if path and path != f"{DISTILLATION}.post_process_rewards":
+    if convert := values.get("custom_convert_samples_to_train_data_path"):
+        # In slime the function replaces the normalization and the post-processing of rewards.
+        keys |= {
+            "advantage.custom_convert_samples_to_train_data_path": convert,
+            "advantage.rewards_normalization": False,
+        }
+    elif path and path != f"{DISTILLATION}.post_process_rewards":
         # In slime the function replaces the normalization of rewards.
         keys |= {
             "reward.custom_reward_post_process_path": path,

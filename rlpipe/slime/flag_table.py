@@ -356,12 +356,11 @@ SLIME: tuple[Flag, ...] = (
     built("rm_url", "str", None, "reward.function"),
     built("custom_rm_path", "str", None, "reward.function"),
     built("custom_reward_post_process_path", "str", None, "reward.custom_reward_post_process_path"),
-    refused(
+    built(
         "custom_convert_samples_to_train_data_path",
         "str",
         None,
-        "the stored rows are the batch; use --custom-reward-post-process-path or "
-        "--custom-advantage-function-path",
+        "advantage.custom_convert_samples_to_train_data_path",
     ),
     # rollout buffer
     neutral("rollout_buffer_url", "str", None, "only functions read it, from args"),
