@@ -214,7 +214,7 @@ async def open_generate_function(
         yield generate
         return
     async with UserEndpoints.open(resources, context, client) as endpoints:
-        args = hook_args(resources, endpoints.gateway)
+        args = hook_args(resources, endpoints.gateway, context)
         if hook is not None:
             generate = _user_generate(resources, hook, context, args, endpoints)
         yield _WithSampleHooks(generate, resources, context, args)
@@ -239,7 +239,7 @@ async def open_rollout_function(
         yield RolloutFunction(
             function,
             path,
-            hook_args(resources, endpoints.gateway),
+            hook_args(resources, endpoints.gateway, context),
             endpoints.gateway.journal,
             resources.limits(context.rollout),
             iteration=context.iteration,
@@ -295,9 +295,14 @@ class UserEndpoints:
             yield cls(gateway, opened[0])
 
 
-def hook_args(resources: RolloutResources, gateway: Gateway) -> Namespace:
-    """Return `args` of user functions: slime's names, and the addresses of this rollout."""
+def hook_args(resources: RolloutResources, gateway: Gateway, context: RolloutContext) -> Namespace:
+    """Return `args` of user functions: slime's names, and the addresses of this rollout.
+
+    In an evaluation the attributes of held-out sets are those of the set that is sampled.
+    """
     args = slime_args(resources.config, router=gateway.url)
+    if context.evaluation:
+        vars(args).update(_of_held_out_set(context))
     args.session_url = f"{gateway.url}/sessions"
     args.hf_checkpoint = resources.model_dir
     # `rollout.custom_config` may set another value for the function.
@@ -305,6 +310,24 @@ def hook_args(resources: RolloutResources, gateway: Gateway) -> Namespace:
         args.max_turns = resources.config.rollout.max_turns
     args.tokenizer = resources.tokenizer
     return args
+
+
+def _of_held_out_set(context: RolloutContext) -> dict[str, Any]:
+    """Return slime's attributes of the set that an evaluation samples."""
+    own = context.rollout
+    temperature = context.temperature
+    return {
+        "eval_temperature": own.rollout_temperature if temperature is None else temperature,
+        "eval_top_p": own.rollout_top_p,
+        "eval_top_k": own.rollout_top_k,
+        "eval_max_response_len": own.rollout_max_response_len,
+        "eval_max_context_len": own.rollout_max_context_len,
+        "eval_min_new_tokens": own.rollout_min_new_tokens,
+        "n_samples_per_eval_prompt": own.n_samples_per_prompt,
+        "rollout_stop": list(own.rollout_stop) or None,
+        "rollout_stop_token_ids": list(own.rollout_stop_token_ids) or None,
+        "rollout_skip_special_tokens": own.functions_skip_special_tokens,
+    }
 
 
 def _single_turn(

@@ -61,6 +61,7 @@ EVALUATION_PARAMS = {
     "top_p": "eval_top_p",
     "top_k": "eval_top_k",
     "max_new_tokens": "eval_max_response_len",
+    "min_new_tokens": "eval_min_new_tokens",
 }
 """Sampling parameter → attribute of `args` in evaluations."""
 
@@ -365,17 +366,22 @@ async def generate_rollout_async(
     return RolloutFnTrainOutput(batch, metrics.collect()), cut_off
 
 
+def evaluation_params(args: Namespace) -> dict[str, Any]:
+    """Return the sampling parameters of the held-out set that `args` describes."""
+    return {
+        ours: value
+        for ours, name in EVALUATION_PARAMS.items()
+        if (value := getattr(args, name, None)) is not None
+    }
+
+
 async def eval_rollout(
     args: Namespace, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnEvalOutput, list[Samples]]:
     """Sample and score the groups of a held-out set, which are those of `data_source`."""
     state = GenerateState(args)
     groups = data_source.get_samples(len(data_source))
-    params = state.sampling_params | {
-        ours: value
-        for ours, name in EVALUATION_PARAMS.items()
-        if (value := getattr(args, name, None)) is not None
-    }
+    params = state.sampling_params | evaluation_params(args)
     answers = await asyncio.gather(
         *(generate_and_rm(args, sample, dict(params), evaluation=True) for sample in _flat(groups))
     )

@@ -13,7 +13,13 @@ from rlpipe.config.data import EvalDataset, FilePrompts
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.rollout.generation import Generation
-from rlpipe.rollout.generators import RolloutContext, RolloutResources, open_generate_function
+from rlpipe.rollout.generators import (
+    RolloutContext,
+    RolloutResources,
+    open_generate_function,
+    open_rollout_function,
+)
+from rlpipe.rollout.slime_rollout import GenerateState, evaluation_params
 from rlpipe.slime.args import slime_args
 from rlpipe.store.parquet.rows import samples_to_table, table_to_samples
 from rlpipe.store.parquet.shards import decode, encode
@@ -189,3 +195,36 @@ async def test_a_response_fits_into_the_context_of_the_engines(
     engine = _Engine()
     await _row(_config(tmp_path, {}, engine={"sglang": sglang}), engine)
     assert engine.requests[0]["max_new_tokens"] == room
+
+
+async def test_slimes_rollout_samples_each_held_out_set_with_its_own_parameters(tmp_path: Path):
+    path = "slime.rollout.sglang_rollout.generate_rollout"
+    config = _config(tmp_path, {"eval_function_path": path})
+    resources = RolloutResources.load(
+        config,
+        TOKENIZER,
+        {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200},
+        str(tmp_path),
+    )
+    sampled = []
+    for number, own in enumerate(
+        ({"temperature": 0.0, "max_response_len": 5}, {"top_p": 0.5, "stop_token_ids": (9,)})
+    ):
+        held_out = EvalDataset(
+            name=f"set{number}", prompts=FilePrompts(type="file", paths=("a.jsonl",)), **own
+        )
+        context = RolloutContext(
+            config.rollout.model_copy(update=held_out.sampling()),
+            evaluation=True,
+            temperature=held_out.temperature,
+        )
+        async with open_rollout_function(resources, context, _Engine()) as function:  # pyright: ignore[reportArgumentType]
+            args = function.args
+        params = GenerateState(args).sampling_params
+        sampled.append((evaluation_params(args), params["stop_token_ids"]))
+    names = ("temperature", "top_p", "max_new_tokens")
+    assert [tuple(params[name] for name in names) for params, _ in sampled] == [
+        (0.0, 1.0, 5),
+        (1.0, 0.5, 90),
+    ]
+    assert [stop for _, stop in sampled] == [None, [9]]

@@ -82,11 +82,7 @@ def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
                 do="give a recipe, or flags such as --hf-checkpoint",
             )
         arguments.recipe = str(BASE)
-        arguments.run = (
-            arguments.run
-            or flags.own.get("wandb_group")
-            or Path(flags.own.get("save", "slime")).name
-        )
+        arguments.run = arguments.run or _name_of(flags)
     arguments.overrides, arguments.run = apply_seed_and_fork(
         arguments.recipe,
         arguments.overrides,
@@ -107,6 +103,13 @@ def apply_flags(arguments: argparse.Namespace, flags: ParsedFlags) -> None:
         # As in Megatron: a fraction of the decay, which by default takes the whole training.
         steps = config.train.optimizer.lr_decay_steps or config.total_optimizer_steps
         arguments.overrides.append(f"train.optimizer.lr_warmup_steps={int(fraction * steps)}")
+
+
+def _name_of(flags: ParsedFlags) -> str:
+    """Return the name of the run: its group, its folder or its model."""
+    own = flags.own
+    folder = own.get("save") or own.get("hf_checkpoint") or "slime"
+    return own.get("wandb_group") or Path(folder).name
 
 
 def _leave_out(arguments: argparse.Namespace, done: int) -> None:

@@ -71,3 +71,19 @@ def test_iterations_that_slime_has_done_are_left_out_of_the_run_but_not_of_its_s
     with pytest.raises(ConfigError) as caught:
         configured(f"{load} --start-rollout-id 3")
     assert caught.value.where == "--num-rollout"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", "m"),
+        ("--hf-checkpoint Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("--save /root/Qwen3-4B_slime/", "Qwen3-4B_slime"),
+        ("--save /root/Qwen3-4B_slime --wandb-group mine", "mine"),
+        ("--save /root/Qwen3-4B_slime --run other", "other"),
+    ],
+)
+def test_a_run_of_flags_has_the_name_of_its_group_its_folder_or_its_model(
+    runs: Branches, words: str, name: str
+):
+    assert configured(words).run == name
