@@ -12,7 +12,7 @@ import asyncio
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiohttp.web import RouteDef
@@ -23,7 +23,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.model_dir import model_context_len
 from rlpipe.rollout.agent.chat_sessions import ChatSessions
-from rlpipe.rollout.agent.gateway import Gateway
+from rlpipe.rollout.agent.gateway import Gateway, GatewayPorts
 from rlpipe.rollout.agent.replies import ReplyFormat
 from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
@@ -80,6 +80,7 @@ class RolloutResources:
     sample_hooks: SampleHooks
     reply_format: ReplyFormat | None = None
     """Format of tool calls and reasoning in an agent's conversations. None: no calls are read."""
+    gateway_ports: GatewayPorts = field(default_factory=GatewayPorts)
 
     @classmethod
     def load(
@@ -283,16 +284,18 @@ class UserEndpoints:
             opened.append(sessions)
             return agent_routes(sessions)
 
-        async with Gateway(
-            client,
-            resources.tokenizer,
-            context_len=resources.limits(context.rollout).context_len,
-            stop=context.stop,
-            affinity=resources.affinity,
-            routed=resources.wants_routed_experts(context),
-            routes=session_routes,
-        ) as gateway:
-            yield cls(gateway, opened[0])
+        with resources.gateway_ports.port() as port:
+            async with Gateway(
+                client,
+                resources.tokenizer,
+                context_len=resources.limits(context.rollout).context_len,
+                stop=context.stop,
+                affinity=resources.affinity,
+                routed=resources.wants_routed_experts(context),
+                routes=session_routes,
+                port=port,
+            ) as gateway:
+                yield cls(gateway, opened[0])
 
 
 def hook_args(resources: RolloutResources, gateway: Gateway, context: RolloutContext) -> Namespace:

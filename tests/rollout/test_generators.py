@@ -228,3 +228,22 @@ async def test_slimes_rollout_samples_each_held_out_set_with_its_own_parameters(
         (1.0, 0.5, 90),
     ]
     assert [stop for _, stop in sampled] == [None, [9]]
+
+
+async def test_rollouts_one_after_another_have_one_address_and_open_ones_their_own(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "def rollout(args, rollout_id, source, evaluation=False): ..."
+    )
+    config = _config(tmp_path, {"rollout_function_path": f"{tmp_path}/mine.py:rollout"})
+    model = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 200}
+    resources = RolloutResources.load(config, TOKENIZER, model, str(tmp_path))
+    context = RolloutContext(config.rollout)
+
+    def opened():
+        return open_rollout_function(resources, context, _Engine())  # pyright: ignore[reportArgumentType]
+
+    async with opened() as first, opened() as other:
+        ports = [function.args.sglang_router_port for function in (first, other)]
+    assert len({*ports}) == 2
+    async with opened() as later:
+        assert later.args.sglang_router_port == ports[0]

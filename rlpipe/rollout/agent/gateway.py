@@ -9,18 +9,19 @@
 
 Requests go through the run's `GenerateClient`: they wait during a weight push, continue after an
 abort, are repeated after a lost engine, and are refused if they would crash an engine. The journal
-records the answers. Each rollout has a separate gateway and port, which attributes the requests to
-the rollout.
+records the answers. Each open rollout has a separate gateway and port, which attributes the
+requests to the rollout. Rollouts one after another have the same port, because a function may keep
+the address of the first one (`GatewayPorts`).
 
-Entry point: `Gateway`.
+Entry points: `Gateway`, `GatewayPorts`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aiohttp import web
@@ -35,10 +36,12 @@ from rlpipe.rollout.generate import version_runs
 from rlpipe.rollout.generation import Generation, has_grammar
 from rlpipe.rollout.hooks.journal import Answer, Journal
 from rlpipe.store.routed_experts import within, write_rows
+from rlpipe.system.ports import free_port, is_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LOCAL = "127.0.0.1"
 # SGLang's default.
 _DEFAULT_MAX_NEW_TOKENS = 128
 _LARGEST_REQUEST_BYTES = 256 * 1024**2
@@ -60,6 +63,31 @@ class _Request(NamedTuple):
         return f"POST /generate with {len(self.ids)} tokens"
 
 
+class GatewayPorts:
+    """Ports of the gateways of one process. A closed gateway's port is the next one's."""
+
+    def __init__(self) -> None:
+        self._ports: list[int] = []
+        self._used: set[int] = set()
+
+    @contextmanager
+    def port(self) -> Iterator[int]:
+        """Yield a port that no other open gateway has, if possible the same as before.
+
+        Raises: ResourceError if no port is free.
+        """
+        unused = (port for port in self._ports if port not in self._used)
+        port = next((port for port in unused if is_free(LOCAL, port)), None)
+        if port is None:
+            port = free_port(LOCAL)
+            self._ports.append(port)
+        self._used.add(port)
+        try:
+            yield port
+        finally:
+            self._used.remove(port)
+
+
 class Gateway:
     """HTTP server of one rollout. An async context manager; `address` is (host, port) while it is
     open."""
@@ -74,6 +102,7 @@ class Gateway:
         affinity: bool = False,
         routed: bool = False,
         routes: Callable[[Gateway], Sequence[web.RouteDef]] = lambda _: (),
+        port: int = 0,
     ) -> None:
         """Create a gateway without starting the server.
 
@@ -81,6 +110,7 @@ class Gateway:
         affinity: pass the callers' routing keys to the router.
         routed: request the experts of all tokens from the engines.
         routes: further routes besides SGLang's.
+        port: 0 lets the system choose one.
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -89,7 +119,7 @@ class Gateway:
         self.affinity = affinity
         self.routed = routed
         self.journal = Journal()
-        self.address = ("127.0.0.1", 0)
+        self.address = (LOCAL, port)
         self._routes = routes
         self._cleanup = AsyncExitStack()
 
@@ -108,7 +138,7 @@ class Gateway:
         )
         await runner.setup()
         self._cleanup.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, self.address[0], 0)
+        site = web.TCPSite(runner, *self.address)
         await site.start()
         self.address = runner.addresses[0]
         return self
