@@ -10,8 +10,8 @@
         (args, rollout_id, step_id, model, optimizer, opt_param_scheduler)
         after gradients are zeroed, before they are computed
 
-`args` has slime's names. `model` is a list of one model chunk, Megatron's DistributedDataParallel;
-a teacher has no such wrapper. `store_prefix` is "" for the policy, "ref_" for the reference and
+`args` has slime's names. `model` is the list of the rank's model chunks, each in Megatron's
+DistributedDataParallel; a teacher has no such wrapper. Without virtual pipelining there is one. `store_prefix` is "" for the policy, "ref_" for the reference and
 "teacher_" for the teacher. Optimizer and scheduler are Megatron's objects of the policy.
 
 All ranks call a hook in the same order, so a hook may call collectives. Values that the third hook
@@ -62,16 +62,16 @@ class MegatronHooks:
         """Call the init hook. Process groups must be open."""
         self._call("custom_megatron_init_path")
 
-    def before_log_prob(self, model: Any, store_prefix: str) -> None:
+    def before_log_prob(self, model: list[Any], store_prefix: str) -> None:
         """Call the hook that precedes the scoring of a batch."""
-        self._call("custom_megatron_before_log_prob_hook_path", [model], store_prefix)
+        self._call("custom_megatron_before_log_prob_hook_path", model, store_prefix)
 
     def before_train_step(
-        self, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+        self, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
     ) -> None:
         """Call the hook that precedes optimizer step `step_id` of iteration `rollout_id`."""
         key = "custom_megatron_before_train_step_hook_path"
-        self._call(key, rollout_id, step_id, [model], optimizer, scheduler)
+        self._call(key, rollout_id, step_id, model, optimizer, scheduler)
 
     def _call(self, key: str, *arguments: Any) -> None:
         if key in self._hooks:

@@ -211,7 +211,7 @@ def test_the_configuration_imports_without_the_heavy_packages(repository):
         (check_megatron, "moe_router_load_balancing_type", "aux_loss"),
         (check_megatron, "use_cpu_initialization", True),
         (check_megatron, "perform_initialization", False),
-        (check_megatron, "virtual_pipeline_model_parallel_size", 2),
+        (check_megatron, "overlap_p2p_comm_warmup_flush", True),
         (check_megatron, "overlap_p2p_comm", True),
         (check_megatron, "batch_p2p_comm", True),
         (check_megatron, "deallocate_pipeline_outputs", True),

@@ -30,8 +30,8 @@ def test_hooks_get_the_arguments_of_slime(tmp_path: Path):
         TrainConfig.model_validate({key: f"{file}:{name}" for key, name in names.items()}), "args"
     )
     hooks.init()
-    hooks.before_log_prob("model", "ref_")
-    hooks.before_train_step(7, 1, "model", "optimizer", "schedule")
+    hooks.before_log_prob(["model"], "ref_")
+    hooks.before_train_step(7, 1, ["model"], "optimizer", "schedule")
     calls = inspect.unwrap(hooks._hooks["custom_megatron_init_path"]).__globals__["CALLS"]
     assert calls == [
         ("init", "args"),

@@ -165,7 +165,7 @@ class Pusher:
 
     def _stage_tensors(self) -> Iterator[tuple[str, Tensor]]:
         trained = self.engine.trained
-        return as_served(stage_weights(trained.bridge, trained.ddp), self.spec)
+        return as_served(stage_weights(trained.bridge, trained.chunks), self.spec)
 
 
 def served_dir(spec: TrainerSpec) -> str:

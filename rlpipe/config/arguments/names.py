@@ -32,7 +32,15 @@ TABLES = ("megatron", "sglang", "router")
 PAD_TO = "make_vocab_size_divisible_by"
 """Megatron-LM's argument for padding the vocabulary. No class of Megatron-core has it; rlpipe's
 trainer reads it."""
-OWN: dict[str, dict[str, dict[str, Any]]] = {"megatron": {PAD_TO: {"type": "int", "default": 1}}}
+LAYERS_PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
+"""Megatron-LM's argument for virtual pipelining. No class of Megatron-core has it; rlpipe's trainer
+computes `virtual_pipeline_model_parallel_size` of it."""
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "megatron": {
+        PAD_TO: {"type": "int", "default": 1},
+        LAYERS_PER_CHUNK: {"type": "int | None", "default": None},
+    }
+}
 """Accepted arguments that no receiving class has."""
 OBJECT = "object"
 """Type of values that YAML cannot contain: functions, dtypes, classes."""

@@ -68,7 +68,10 @@ _OWN_ATTENTION = (
 _OWN_NORM = "rlpipe's norms replace Megatron's and do not read it"
 _OWN_LOGITS = "rlpipe computes log-probs, not Megatron's output layer"
 _NO_FP8 = "FP8 and FP4 need Transformer Engine's layers, which the trainer does not use"
-_NO_VIRTUAL_STAGES = "each rank holds one pipeline stage; virtual pipelining is not supported"
+_CHUNKS = (
+    "gives a rank several chunks of the model; needs train.parallel.pipeline_model_parallel_size "
+    "above 1"
+)
 _NO_FSDP = "the trainer uses Megatron's DistributedDataParallel, not its FSDP"
 _NO_GRAPHS = "packed micro-batches differ in length, but a CUDA graph needs one shape"
 _FURTHER_TOKENS = "trains the layers for multi-token prediction of a model that has them (MiMo)"
@@ -297,12 +300,16 @@ MEGATRON: dict[str, Rule] = {
         "clone_scatter_output_in_embedding",
     ),
     # Layout and communication.
-    **fixed(None, _NO_VIRTUAL_STAGES, "virtual_pipeline_model_parallel_size"),
-    **inert(
-        _NO_VIRTUAL_STAGES,
-        "microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush",
+    **free(
+        _CHUNKS,
+        "virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage",
     ),
-    **fixed(False, _NO_VIRTUAL_STAGES, "overlap_p2p_comm"),
+    **owned("remove it: virtual pipelining overlaps transfers", "overlap_p2p_comm"),
+    **fixed(
+        False,
+        "the first and last transfers of virtual pipelining wait for each other, as gloo needs",
+        "overlap_p2p_comm_warmup_flush",
+    ),
     **fixed(
         False,
         "adjacent stages send tensors one after another, which works on CPUs too",

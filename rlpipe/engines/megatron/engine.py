@@ -116,7 +116,7 @@ def _load_teacher(
     teacher_dir: str, model: ModelConfig, train: TrainConfig, deterministic: bool
 ) -> ScoringModel:
     teacher = build_scoring_model(teacher_dir, model, train, deterministic=deterministic)
-    load_weights(teacher.bridge, [teacher.ddp], teacher_dir)
+    load_weights(teacher.bridge, teacher.chunks, teacher_dir)
     return teacher
 
 
@@ -228,7 +228,7 @@ class MegatronEngine(MegatronRank):
         A critic loads its initial weights. The optimizer state stays.
         """
         self._memory.require("optimizer")
-        load_weights(self.trained.bridge, [self.trained.ddp], str(model_dir or self._model_dir))
+        load_weights(self.trained.bridge, self.trained.chunks, str(model_dir or self._model_dir))
         self.trained.optimizer.reload_model_params()
         if self._critic is not None:
             self._critic.load_initial_weights(self.trained)
@@ -331,7 +331,7 @@ class MegatronEngine(MegatronRank):
         if model == "teacher":
             return self._score_by_teacher(batch, temperature, limit)
         with self._reference_weights() if model == "reference" else contextlib.nullcontext():
-            self._hooks.before_log_prob(self.trained.ddp, "ref_" if model == "reference" else "")
+            self._hooks.before_log_prob(self.trained.chunks, "ref_" if model == "reference" else "")
             if not replay:
                 return score(self.trained, batch, temperature=temperature, max_tokens=limit)
         assert model == "policy" and batch.routed_experts is not None
@@ -364,7 +364,7 @@ class MegatronEngine(MegatronRank):
         The experts are [S, layers with experts × k] uint16. Needs `train.use_routing_replay`.
         """
         recorder = RoutingRecorder(self.trained)
-        self._hooks.before_log_prob(self.trained.ddp, "")
+        self._hooks.before_log_prob(self.trained.chunks, "")
         log_probs = score(
             self.trained,
             batch,
@@ -440,7 +440,7 @@ class MegatronEngine(MegatronRank):
 
         Exhaust the iterator on all ranks. Tensors may alias the parameters.
         """
-        return full_weights(self.trained.bridge, self.trained.ddp)
+        return full_weights(self.trained.bridge, self.trained.chunks)
 
     def close(self) -> None:
         """Leave all process groups and release the models. Idempotent.
@@ -472,17 +472,17 @@ class MegatronEngine(MegatronRank):
                 expected=f"tokens below the teacher's vocabulary size {hf_config.vocab_size}",
                 do="use a teacher with the policy's tokenizer",
             )
-        self._hooks.before_log_prob(teacher.ddp, "teacher_")
+        self._hooks.before_log_prob(teacher.chunks, "teacher_")
         return score(teacher, batch, temperature=temperature, max_tokens=max_tokens)
 
     def _before_step(self, version: int, step: int) -> None:
         trained = self.trained
         self._hooks.before_train_step(
-            version, step, trained.ddp, trained.optimizer, trained.scheduler
+            version, step, trained.chunks, trained.optimizer, trained.scheduler
         )
 
     def _weights(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in named_weights(self.trained.model)]
+        return [tensor for _, tensor in named_weights(self.trained.models)]
 
     def _reference_weights(self) -> contextlib.AbstractContextManager[None]:
         if self._reference is None:

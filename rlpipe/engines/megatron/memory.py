@@ -220,15 +220,20 @@ class RankModels:
         for trained in self.trained:
             # Gradients of the last step alias the buffers or duplicate them.
             trained.optimizer.zero_grad()
-            ddp = trained.ddp
-            tensors["weights"] += [*trained.model.parameters()]
+            tensors["weights"] += _parameters(trained)
             tensors["optimizer"] += [*_optimizer_tensors(trained.optimizer)]
             tensors["gradients"] += [
-                buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+                buffer.grad_data
+                for chunk in trained.chunks
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
             ]
         if self.teacher is not None:
-            tensors["teacher"] += [*self.teacher.model.parameters()]
+            tensors["teacher"] += _parameters(self.teacher)
         return tensors
+
+
+def _parameters(scorer: ScoringModel) -> list[Tensor]:
+    return [parameter for model in scorer.models for parameter in model.parameters()]
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -107,6 +107,7 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
 
     from rlpipe.engines.megatron.bridges.bridge import layers_of
     from rlpipe.engines.megatron.model.build import (
+        chunk_numbers,
         ddp_config,
         open_model,
         optimizer_config,
@@ -135,7 +136,8 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     check_routing(bridge.config, train)
     # With this argument Megatron reads the stage from process groups, which do not exist here.
     if "pipeline_model_parallel_layout" not in train.megatron:
-        layers_of(bridge, stage=0)
+        for chunk in chunk_numbers(bridge):
+            layers_of(bridge, stage=0, chunk=chunk)
     _check_packages(bridge.config)
     _check_dispatcher(bridge.config)
 

@@ -18,6 +18,10 @@ SIZES: dict[str, Any] = {
 }
 
 
+DEEP = {"num_hidden_layers": 4}
+"""Layers for two chunks on each of two pipeline stages."""
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, str]:
     """Directories of random models by family; weights wide enough that their logits differ."""
@@ -43,6 +47,14 @@ def models(tmp_path_factory) -> dict[str, str]:
             Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True, tie_word_embeddings=False)
         ),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+        "qwen3_moe_deep": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **SIZES | DEEP, **experts, norm_topk_prob=True, tie_word_embeddings=False
+            )
+        ),
+        "qwen3_deep": Qwen3ForCausalLM(
+            Qwen3Config(**SIZES | DEEP, head_dim=16, tie_word_embeddings=True)
+        ),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
     }

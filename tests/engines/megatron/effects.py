@@ -162,7 +162,7 @@ def train(model_dir: str, case: Case, megatron: dict[str, Any]) -> dict[str, str
         state = dict(named_state(ours.trained))
         gradients = {
             name: getattr(one, "main_grad")  # noqa: B009 (Megatron sets it; torch does not know it)
-            for name, one in ours.trained.model.named_parameters()
+            for name, one in ours.trained.last_model.named_parameters()
             if hasattr(one, "main_grad")
         }
         return {
@@ -241,7 +241,7 @@ def _current(model_dir: str, case: Case) -> dict[str, Any]:
     )
     try:
         configs = (
-            ours.trained.ddp.ddp_config,
+            ours.trained.chunks[0].ddp_config,
             ours.trained.optimizer.config,
             ours.trained.bridge.config,
         )

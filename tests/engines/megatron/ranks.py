@@ -310,6 +310,21 @@ def weights_of_checkpoint(
     return {"iteration": iteration, "weights": weights if rank == 0 else None}
 
 
+def copy_of_checkpoint(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, source: str, target: str
+) -> dict:
+    """Load a whole checkpoint and save it again; return digest, metrics of a step and weights."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    try:
+        iteration = ours.load_checkpoint(source)
+        digest = ours.state_digest()
+        weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
+        ours.save_checkpoint(target, iteration)
+        return {"digest": digest, "trained": _train(ours, [1]), "weights": weights}
+    finally:
+        ours.close()
+
+
 def with_returns(batch: BatchColumns, values: np.ndarray, seed: int) -> BatchColumns:
     """Add the critic's columns: values with small differences, and returns."""
     returns = near(np.zeros_like(values), 1.0, seed)

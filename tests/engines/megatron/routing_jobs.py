@@ -13,7 +13,12 @@ from tests.engines.megatron.ranks import engine, make_batch, near
 def routers(ours) -> list:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    return [module for module in ours.trained.model.modules() if isinstance(module, TopKRouter)]
+    return [
+        module
+        for model in ours.trained.models
+        for module in model.modules()
+        if isinstance(module, TopKRouter)
+    ]
 
 
 @torch.no_grad()

@@ -28,14 +28,16 @@ def export_both_ways(
     try:
         ours.load_hf()
         bridge = ours.trained.bridge
-        model = ours.trained.ddp
-        staged = stage_weights(bridge, model)
+        chunks = ours.trained.chunks
+        staged = stage_weights(bridge, chunks)
         return {
             "stage": {name: tensor.clone().numpy() for name, tensor in staged},
             "whole": {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()},
             "mbridge's": {
                 name: tensor.detach().numpy()
-                for name, tensor in bridge.export_weights([mbridge_view(bridge, model)])
+                for name, tensor in bridge.export_weights(
+                    [mbridge_view(bridge, chunk) for chunk in chunks]
+                )
             },
             "is_sender": pipeline_position().is_sender,
         }
@@ -77,7 +79,7 @@ def push_by_stages(
             ours._model_dir = folder
             ours.load_hf()
 
-            tensors = stage_weights(ours.trained.bridge, ours.trained.ddp)
+            tensors = stage_weights(ours.trained.bridge, ours.trained.chunks)
             try:
                 report = transport.send(tensors, Push(f"b@{number}@staged", [url]))
                 found.append(

@@ -381,7 +381,7 @@ def test_hooks_are_called_like_in_slime_and_can_change_gradients(start, tmp_path
         ours = start(hooks=hooks)
         ours.keep_reference()
         with torch.no_grad():
-            next(ours.trained.model.parameters()).add_(1.0)
+            next(ours.trained.last_model.parameters()).add_(1.0)
         scores = ours.score(batch)
         ours.score(batch, model="reference")
         batch = batch.with_columns(proximal_log_probs=scores)

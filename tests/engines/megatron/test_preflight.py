@@ -30,6 +30,7 @@ def given(directory: str, **train: Any) -> dict[str, Any]:
     }
 
 
+PIPELINE = {"parallel": {"pipeline_model_parallel_size": 2}}
 SELECTIVE = {"recompute_granularity": "selective"}
 
 
@@ -68,6 +69,39 @@ SELECTIVE = {"recompute_granularity": "selective"}
             "several pipeline stages",
         ),
         ("qwen3", {"parallel": {"pipeline_model_parallel_size": 3}}, "do not divide"),
+        ("qwen3", {"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "several chunks"),
+        (
+            "qwen3",
+            PIPELINE | {"megatron": {"virtual_pipeline_model_parallel_size": 2}},
+            "do not divide into chunks",
+        ),
+        (
+            "qwen3_deep",
+            PIPELINE | {"megatron": {"num_layers_per_virtual_pipeline_stage": 3}},
+            "do not divide into chunks",
+        ),
+        (
+            "qwen3_deep",
+            PIPELINE
+            | {
+                "megatron": {
+                    "num_layers_per_virtual_pipeline_stage": 1,
+                    "num_layers_in_first_pipeline_stage": 1,
+                }
+            },
+            "two arguments decide",
+        ),
+        (
+            "qwen3_deep",
+            PIPELINE
+            | {
+                "megatron": {
+                    "virtual_pipeline_model_parallel_size": 2,
+                    "microbatch_group_size_per_vp_stage": 1,
+                }
+            },
+            "micro-batches in a row",
+        ),
         ("qwen3", {"parallel": {"expert_model_parallel_size": 2}}, "expert"),
         ("qwen3", {"use_routing_replay": True}, "no experts"),
         ("qwen3_moe", {"megatron": {"moe_token_dispatcher_type": "allgather"}}, "alltoall"),

@@ -123,12 +123,12 @@ def model_arguments(bridge: LLMBridge) -> dict[str, Any]:
     return bridge._get_gptmodel_args() | yarn | {"vocab_size": padded}
 
 
-def layers_of(bridge: LLMBridge, stage: int | None = None) -> Any:
-    """Return the layer specification of a pipeline stage for GPTModel.
+def layers_of(bridge: LLMBridge, stage: int | None = None, chunk: int | None = None) -> Any:
+    """Return the layer specification of a pipeline stage's chunk for GPTModel.
 
-    `stage` and errors: as `block_spec`.
+    `stage`, `chunk` and errors: as `block_spec`.
     """
-    block = block_spec(bridge.config, stage)
+    block = block_spec(bridge.config, stage, chunk)
     adapted = getattr(bridge, "adapted", None)
     return block if adapted is None else adapted(block)
 

@@ -8,7 +8,7 @@ pipeline, and one message with the names of each chunk of 256 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +50,17 @@ def pipeline_position() -> PipelinePosition:
 
 
 @torch.no_grad()
-def full_weights(bridge: LLMBridge, model: torch.nn.Module) -> Iterator[NamedTensor]:
-    """Yield the full tensors of all stages, in order, on every rank.
+def full_weights(bridge: LLMBridge, chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
+    """Yield the full tensors of all stages, in the order of the layers, on every rank.
 
-    Collective: exhaust the iterator on all ranks. Tensors may alias the parameters.
+    Collective: exhaust the iterator on all ranks. Tensors may alias the parameters. `chunks`: the
+    model's chunks on this rank; every rank has the same number.
     """
     position = pipeline_position()
-    for stage in range(position.stages):
-        own = stage_weights(bridge, model) if stage == position.stage else None
-        yield from _broadcast_stage(own, stage) if position.stages > 1 else own or ()
+    for chunk in chunks:
+        for stage in range(position.stages):
+            own = stage_weights(bridge, [chunk]) if stage == position.stage else None
+            yield from _broadcast_stage(own, stage) if position.stages > 1 else own or ()
 
 
 def _broadcast_stage(own: Iterator[NamedTensor] | None, stage: int) -> Iterator[NamedTensor]:
@@ -102,16 +104,24 @@ def _chunks(tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
 
 
 @torch.no_grad()
-def stage_weights(bridge: LLMBridge, model: torch.nn.Module) -> Iterator[NamedTensor]:
-    """Yield the full tensors of this rank's stage, on every rank of the stage.
+def stage_weights(bridge: LLMBridge, chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
+    """Yield the full tensors of these chunks of this rank's stage, on every rank of the stage.
 
     Collective in the stage: exhaust the iterator on all its ranks. Tensors may alias the
     parameters. A tied output layer is left out, because it is the first stage's embedding.
     """
-    view: Any = mbridge_view(bridge, model)
+    seen: set[str] = set()
+    for chunk in chunks:
+        for hf_name, tensor in _stacked(_chunk_tensors(bridge, chunk), bridge):
+            if hf_name not in seen:
+                seen.add(hf_name)
+                yield hf_name, tensor.detach()
+
+
+def _chunk_tensors(bridge: LLMBridge, chunk: torch.nn.Module) -> Iterator[NamedTensor]:
+    view: Any = mbridge_view(bridge, chunk)
     mapping: Any = bridge
     names = mapping._weight_name_mapping_mcore_local_to_global(view, consider_ep=False)
-    seen: set[str] = set()
     for local, parameter in _local_tensors(view):
         for name, parts in _gathered_parts(names[local], parameter, mapping):
             merged = (
@@ -119,10 +129,22 @@ def stage_weights(bridge: LLMBridge, model: torch.nn.Module) -> Iterator[NamedTe
                 if parts is not None
                 else parameter
             )
-            for hf_name, tensor in zip(*mapping._weight_to_hf_format(name, merged), strict=True):
-                if hf_name not in seen:
-                    seen.add(hf_name)
-                    yield hf_name, tensor.detach()
+            yield from zip(*mapping._weight_to_hf_format(name, merged), strict=True)
+
+
+def _stacked(tensors: Iterator[NamedTensor], bridge: LLMBridge) -> Iterator[NamedTensor]:
+    """Stack tensors of experts that are one tensor in the file: `NAME[0]`, `NAME[1]`, …"""
+    incomplete: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        whole, bracket, number = name.partition("[")
+        if not bracket:
+            yield name, tensor
+            continue
+        parts = incomplete.setdefault(whole, {})
+        parts[int(number.removesuffix("]"))] = tensor
+        if len(parts) == bridge.config.num_moe_experts:
+            yield whole, torch.stack([parts[i] for i in range(len(parts))])
+            del incomplete[whole]
 
 
 def _local_tensors(view: Any) -> Iterator[NamedTensor]:
@@ -147,11 +169,12 @@ def _gathered_parts(
     """
     mpu = bridge.mpu
     if ".mlp.experts.linear_fc" in name and mpu.ep_size > 1:
-        prefix, number = name.split(".weight")
+        leaf = name.rstrip("0123456789")
+        number = int(name[len(leaf) :])
         experts_per_rank = bridge.config.num_moe_experts // mpu.ep_size
         for rank, expert in enumerate(_all_gathered(parameter, mpu.ep_size, mpu.ep_group)):
             yield (
-                f"{prefix}.weight{experts_per_rank * rank + int(number)}",
+                f"{leaf}{experts_per_rank * rank + number}",
                 _all_gathered(expert, mpu.etp_size, mpu.etp_group),
             )
     elif getattr(parameter, "tensor_model_parallel", False):

@@ -212,12 +212,11 @@ def load_decoder(critic: TrainedModel, directory: str | Path) -> None:
     """
     folder = _latest(directory)
     _content_metadata(folder)
-    shards = critic.model.sharded_state_dict(metadata=_metadata(critic))
     decoder = {
-        name: shard for name, shard in shards.items() if not name.startswith("output_layer.")
+        key: {name: shard for name, shard in shards.items() if not name.startswith("output_layer.")}
+        for key, shards in _sharded_weights(critic, _metadata(critic)).items()
     }
-    state = _read({"model": decoder}, folder)
-    critic.model.load_state_dict(state["model"], strict=False)
+    _load_weights(critic, _read(decoder, folder), strict=False)
     critic.optimizer.reload_model_params()
 
 
@@ -289,7 +288,7 @@ def _read(request: dict[str, Any], folder: Path) -> Any:
 
 
 def _restore(trained: TrainedModel, state: dict[str, Any], *, weights_only: bool) -> None:
-    trained.model.load_state_dict(state["model"], strict=True)
+    _load_weights(trained, state, strict=True)
     if weights_only:
         trained.optimizer.reload_model_params()
         return
@@ -342,7 +341,7 @@ def _metadata(trained: TrainedModel) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    if trained.ddp.ddp_config.use_distributed_optimizer:
+    if trained.chunks[0].ddp_config.use_distributed_optimizer:
         metadata |= {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -380,13 +379,32 @@ def _critic_state(
 def _model_state(
     trained: TrainedModel, metadata, *, loading: bool, weights_only: bool
 ) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": trained.model.sharded_state_dict(metadata=metadata)}
+    state = _sharded_weights(trained, metadata)
     if not weights_only:
         state["optimizer"] = trained.optimizer.sharded_state_dict(
             state, is_loading=loading, metadata=metadata
         )
         state["opt_param_scheduler"] = trained.scheduler.state_dict()
     return state
+
+
+def _chunk_keys(trained: TrainedModel) -> list[str]:
+    """Return Megatron-LM's key of each chunk in a checkpoint's state."""
+    number = len(trained.chunks)
+    return ["model"] if number == 1 else [f"model{chunk}" for chunk in range(number)]
+
+
+def _sharded_weights(trained: TrainedModel, metadata) -> dict[str, Any]:
+    """Return the weights of each chunk. The names of tensors do not depend on the layout."""
+    return {
+        key: model.sharded_state_dict(metadata=metadata)
+        for key, model in zip(_chunk_keys(trained), trained.models, strict=True)
+    }
+
+
+def _load_weights(trained: TrainedModel, state: dict[str, Any], *, strict: bool) -> None:
+    for key, model in zip(_chunk_keys(trained), trained.models, strict=True):
+        model.load_state_dict(state[key], strict=strict)
 
 
 def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:

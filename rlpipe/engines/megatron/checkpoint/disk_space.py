@@ -77,8 +77,8 @@ def _share_bytes(trained: TrainedModel) -> float:
         False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         True: parallel_state.get_expert_data_parallel_world_size(),
     }  # keyed by: is it an expert's parameter?
-    sharded = trained.ddp.ddp_config.use_distributed_optimizer
-    model = set(trained.model.parameters())
+    sharded = trained.chunks[0].ddp_config.use_distributed_optimizer
+    model = {parameter for chunk in trained.models for parameter in chunk.parameters()}
     share = sum(
         parameter.nbytes / replicas[not getattr(parameter, "allreduce", True)]
         for parameter in model

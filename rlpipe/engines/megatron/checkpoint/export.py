@@ -35,7 +35,7 @@ def save_hf(scorer: ScoringModel, source: str | Path, directory: str | Path) -> 
 
     The tokenizer and other small files are copied from `source`.
     """
-    weights = full_weights(scorer.bridge, scorer.ddp)
+    weights = full_weights(scorer.bridge, scorer.chunks)
     if torch.distributed.get_rank() != 0:
         for _ in weights:
             pass

@@ -8,7 +8,7 @@ from the seed. `state_digest` and `weights_digest` are collective and equal on e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,25 @@ def initialize_adam_state(optimizer: Any) -> None:
                         )
 
 
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and the persistent buffers of this rank's model by name.
 
-    Buffers matter: DeepSeek's routers balance experts by a bias that no optimizer holds.
+    The names of several chunks begin with the chunk's number. Buffers matter: DeepSeek's routers
+    balance experts by a bias that no optimizer holds.
     """
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+    for number, chunk in enumerate(chunks):
+        chunk_prefix = f"{number}." if len(chunks) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            yield f"{chunk_prefix}{name}", parameter.detach()
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{chunk_prefix}{prefix}.{name}", buffer
 
 
 def named_state(trained: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of this rank's state by a stable name."""
-    for name, tensor in named_weights(trained.model):
+    for name, tensor in named_weights(trained.models):
         yield f"model.{name}", tensor
     for i, part in enumerate(inner_optimizers(trained.optimizer)):
         for g, group in enumerate(part.optimizer.param_groups):
@@ -93,7 +96,7 @@ def state_digest(*models: TrainedModel) -> str:
 
 def weights_digest(trained: TrainedModel) -> str:
     """Return the digest over all ranks' weights alone. Collective."""
-    return _digest("weights", named_weights(trained.model))
+    return _digest("weights", named_weights(trained.models))
 
 
 def combined_digest(*digests: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlpipe.config.arguments.check import check_megatron, effective
-from rlpipe.config.arguments.names import PAD_TO
+from rlpipe.config.arguments.names import LAYERS_PER_CHUNK, PAD_TO
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.train import OptimizerConfig, TrainConfig
 from rlpipe.engines.megatron import platform
@@ -40,11 +40,14 @@ _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 _UNEVEN = frozenset(
     {
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
         "pipeline_model_parallel_layout",
     }
 )
+_CHUNK_NAMES = frozenset({"virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"})
 
 OFFLOADING = ("optimizer_cpu_offload", "use_torch_optimizer_for_cpu_offload")
 """Arguments that move the optimizer from a GPU to the CPU."""
@@ -55,16 +58,21 @@ class ScoringModel:
     """A model on this rank for forward passes."""
 
     bridge: LLMBridge
-    ddp: Any
-    """The model for Megatron's schedules: in DistributedDataParallel if it is trained."""
+    chunks: list[Any]
+    """The model's chunks on this rank for Megatron's schedules, in the order of their layers.
+
+    One chunk without virtual pipelining. A chunk is in DistributedDataParallel if it is trained.
+    """
 
     @property
-    def model(self) -> PolicyModel:
-        """The model without its wrappers."""
-        module = self.ddp
-        while not isinstance(module, PolicyModel):
-            module = module.module
-        return module
+    def models(self) -> list[PolicyModel]:
+        """The chunks without their wrappers."""
+        return [_unwrapped(chunk) for chunk in self.chunks]
+
+    @property
+    def last_model(self) -> PolicyModel:
+        """The last chunk without its wrappers: on the last stage it has the output layer."""
+        return _unwrapped(self.chunks[-1])
 
 
 @dataclass(slots=True)
@@ -75,6 +83,12 @@ class TrainedModel(ScoringModel):
     scheduler: OptimizerParamScheduler
 
 
+def _unwrapped(module: Any) -> PolicyModel:
+    while not isinstance(module, PolicyModel):
+        module = module.module
+    return module
+
+
 def release_models(*models: ScoringModel | None) -> None:
     """Break the references to these models, so that their memory and process groups are freed.
 
@@ -82,7 +96,8 @@ def release_models(*models: ScoringModel | None) -> None:
     Python's collector cannot see.
     """
     for model in filter(None, models):
-        vars(model.ddp).clear()
+        for chunk in model.chunks:
+            vars(chunk).clear()
 
 
 def build(
@@ -102,15 +117,20 @@ def build(
     dtype = getattr(torch, model.dtype)
     _, for_optimizer, for_ddp = split_arguments(train.megatron)
     bridge = open_model(model_dir, model, train, deterministic=deterministic)
-    ddp = DistributedDataParallel(
-        config=bridge.config,
-        ddp_config=ddp_config(train, for_ddp),
-        module=_bare_model(bridge, dtype, kind),
-    )
-    optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), [ddp])
+    chunks: list[Any] = [
+        DistributedDataParallel(
+            config=bridge.config,
+            ddp_config=ddp_config(train, for_ddp),
+            module=chunk,
+            # As Megatron-LM: gradients of later chunks are reduced while earlier ones compute.
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind))
+    ]
+    optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), chunks)
     bridge.config.grad_scale_func = optimizer.scale_loss
     return TrainedModel(
-        bridge, ddp, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps)
+        bridge, chunks, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps)
     )
 
 
@@ -122,10 +142,10 @@ def build_scoring_model(
     Raises: ConfigError, as `build`.
     """
     bridge = open_model(model_dir, model, train, deterministic=deterministic)
-    bare = _bare_model(bridge, getattr(torch, model.dtype), PolicyModel)
-    for parameter in bare.parameters():
-        parameter.requires_grad = False
-    return ScoringModel(bridge, bare)
+    chunks = _bare_chunks(bridge, getattr(torch, model.dtype), PolicyModel)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    return ScoringModel(bridge, chunks)
 
 
 def open_model(
@@ -160,6 +180,7 @@ def open_model(
             **for_transformer,
         },
     )
+    _set_chunks(bridge, train)
     _check_sizes(bridge, train)
     check_prediction(bridge)
     return bridge
@@ -195,6 +216,65 @@ def _keep_undefined(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _set_chunks(bridge: LLMBridge, train: TrainConfig) -> None:
+    """Set the number of chunks of a rank in Megatron's configuration: None is one chunk.
+
+    Raises: ConfigError for a number that does not divide the layers, or one stage.
+    """
+    config = bridge.config
+    stages = train.parallel.pipeline_model_parallel_size
+    layers = config.num_layers
+    name = next(iter(_CHUNK_NAMES.intersection(train.megatron)), "")
+    of_chunk = train.megatron.get(LAYERS_PER_CHUNK)
+    if of_chunk is not None:
+        if clashing := sorted((_CHUNK_NAMES | _UNEVEN).intersection(train.megatron)):
+            raise ConfigError(
+                "two arguments decide the layers of a chunk",
+                where=f"train.megatron.{LAYERS_PER_CHUNK}",
+                found=f"{of_chunk}, with {', '.join(clashing)}",
+                do="remove it; train.megatron.virtual_pipeline_model_parallel_size sets the number "
+                "of chunks of each rank",
+            )
+        name = LAYERS_PER_CHUNK
+        if of_chunk < 1 or layers % (stages * of_chunk):
+            raise _uneven_chunks(name, of_chunk, layers, stages)
+        config.virtual_pipeline_model_parallel_size = layers // (stages * of_chunk)
+    if config.virtual_pipeline_model_parallel_size == 1:
+        config.virtual_pipeline_model_parallel_size = None
+    chunks = config.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return
+    if stages == 1:
+        raise ConfigError(
+            "a rank can only hold several chunks of the model with several pipeline stages",
+            where=f"train.megatron.{name}",
+            found=f"{chunks} chunks on one stage",
+            do=f"remove it, or set {_PARALLEL}.pipeline_model_parallel_size above 1",
+        )
+    # Otherwise Megatron sends activations and gradients at once. Two stages are each both before
+    # and after the other, and would take one for the other.
+    config.overlap_p2p_comm = True
+    if chunks < 1 or (layers % (stages * chunks) and not _UNEVEN.intersection(train.megatron)):
+        raise _uneven_chunks(name, chunks, layers, stages)
+    group = config.microbatch_group_size_per_vp_stage
+    if group < stages:
+        raise ConfigError(
+            "a chunk takes at least as many micro-batches in a row as there are pipeline stages",
+            where="train.megatron.microbatch_group_size_per_vp_stage",
+            found=group,
+            expected=f"{stages} or more",
+        )
+
+
+def _uneven_chunks(name: str, value: int, layers: int, stages: int) -> ConfigError:
+    return ConfigError(
+        "the layers do not divide into chunks of the pipeline stages",
+        where=f"train.megatron.{name}",
+        found=f"{value}, for {layers} layers over {stages} stages",
+        expected="a number that divides the layers of a stage",
+    )
+
+
 def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
     config = bridge.config
     parallel = train.parallel
@@ -227,20 +307,30 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
             do="set the layers of each stage with one of train.megatron's "
             f"{', '.join(sorted(_UNEVEN))}",
         )
-    virtual_stages = config.virtual_pipeline_model_parallel_size or 1
-    if virtual_stages > 1:
-        raise ConfigError(
-            "the layout gives a rank several pipeline stages",
-            where="train.megatron.pipeline_model_parallel_layout",
-            found=f"{virtual_stages} for each rank",
-            expected=f"one for each of {stages} (train.parallel.pipeline_model_parallel_size)",
-        )
 
 
-def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) -> torch.nn.Module:
+def _bare_chunks(
+    bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]
+) -> list[torch.nn.Module]:
+    """Build this rank's chunks of the model, one without virtual pipelining."""
+    number = bridge.config.virtual_pipeline_model_parallel_size
+    # Megatron's schedules read the number of chunks here. All models of a rank have the same.
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
+    return [_bare_chunk(bridge, dtype, kind, chunk) for chunk in chunk_numbers(bridge)]
+
+
+def chunk_numbers(bridge: LLMBridge) -> list[int] | list[None]:
+    """Return the number of each chunk of a rank; None for the only one."""
+    number = bridge.config.virtual_pipeline_model_parallel_size
+    return [*range(number)] if number else [None]
+
+
+def _bare_chunk(
+    bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel], chunk: int | None
+) -> torch.nn.Module:
     config = bridge.config
     hf_config: Any = bridge.hf_config
-    block = layers_of(bridge)
+    block = layers_of(bridge, chunk=chunk)
     further = {}
     if issubclass(kind, ValueModel):
         config.mtp_num_layers = None
@@ -249,8 +339,9 @@ def _bare_model(bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]) 
     model = kind(
         config=config,
         transformer_layer_spec=block,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
         share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
         **model_arguments(bridge),
         **further,

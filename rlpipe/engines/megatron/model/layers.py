@@ -270,19 +270,25 @@ class _GroupedLinear(torch.autograd.Function):
         return to_tokens, None, *to_weights.unbind()
 
 
-def block_spec(config: TransformerConfig, stage: int | None = None) -> Any:
-    """Return the specification of a pipeline stage's layers (a TransformerBlockSubmodules).
+def block_spec(
+    config: TransformerConfig, stage: int | None = None, chunk: int | None = None
+) -> Any:
+    """Return the specification of a chunk's layers (a TransformerBlockSubmodules).
 
-    It is Megatron's specification of local layers with some parts replaced. `stage`: None is this
-    rank's. Raises: ConfigError if a part to replace is not Megatron's own, because its change would
-    be ignored.
+    It is Megatron's specification of local layers with some parts replaced. `stage`: the pipeline
+    stage, None is this rank's. `chunk`: its number with virtual pipelining, else None. Raises:
+    ConfigError if a part to replace is not Megatron's own, because its change would be ignored.
     """
     plain = copy.copy(config)
     # Megatron's own grouped experts need packages that are not required here.
     plain.moe_grouped_gemm = False
     # Looked up at each call: a user hook may have replaced the function in this module.
     block: Any = gpt_layer_specs.get_gpt_decoder_block_spec(
-        plain, use_transformer_engine=False, normalization=config.normalization, pp_rank=stage
+        plain,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        vp_stage=chunk,
+        pp_rank=stage,
     )
     for layer in distinct_layers(block):
         attention = layer.submodules.self_attention

@@ -36,8 +36,17 @@ from rlpipe.engines.megatron.checkpoint.state import initialize_adam_state, name
 from rlpipe.engines.megatron.model.build import TrainedModel, build
 from rlpipe.engines.megatron.model.layers import ValueHead, ValueModel
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
-from rlpipe.engines.megatron.train.optimizer_step import summed_metrics, update
-from rlpipe.engines.megatron.train.passes import packing_slice, run_value_passes
+from rlpipe.engines.megatron.train.optimizer_step import (
+    summed_metrics,
+    update,
+    zero_gradients,
+)
+from rlpipe.engines.megatron.train.passes import (
+    packing_slice,
+    run_value_passes,
+    scheduled,
+    set_training,
+)
 from rlpipe.engines.megatron.train.score import assembled_column, local_micro_batches
 
 METRICS = ("value_loss", "value_clipfrac")
@@ -81,7 +90,7 @@ class Critic:
         """
         own = self._config.hf_checkpoint
         if own or policy is None:
-            load_weights(self.trained.bridge, [self.trained.ddp], own or self._policy_dir)
+            load_weights(self.trained.bridge, self.trained.chunks, own or self._policy_dir)
         elif isinstance(policy, Path):
             load_decoder(self.trained, policy)
         else:
@@ -94,9 +103,9 @@ class Critic:
 
         `max_tokens`: packed tokens of a micro-batch, over all context parallel ranks.
         """
-        micro_batches = local_micro_batches(batch, max_tokens)
+        micro_batches = local_micro_batches(self.trained, batch, max_tokens)
         part = packing_slice(self.trained)
-        self.trained.ddp.eval()
+        set_training(self.trained, False)
         outputs = run_value_passes(
             self.trained,
             (pack(batch, samples, part, only_masked_in=False) for samples in micro_batches),
@@ -119,7 +128,7 @@ class Critic:
                 found=f"no {'values' if batch.values is None else 'returns'}",
                 do="estimate advantages with a critic: advantage.advantage_estimator: ppo",
             )
-        self.trained.ddp.train()
+        set_training(self.trained, True)
         return [
             self._step(batch, step, where=f"train/critic step {k}")
             for k, step in enumerate(packing.steps)
@@ -128,10 +137,9 @@ class Critic:
     def _step(self, batch: BatchColumns, step, where: str) -> dict[str, float]:
         trained = self.trained
         part = packing_slice(trained)
-        micro_batches = step[parallel_state.get_data_parallel_rank()]
+        micro_batches = scheduled(trained, step[parallel_state.get_data_parallel_rank()])
         weights = self._step_weights(batch, step)
-        trained.ddp.zero_grad_buffer()
-        trained.optimizer.zero_grad()
+        zero_gradients(trained)
         outputs = run_value_passes(
             trained,
             (pack(batch, indices, part, only_masked_in=True) for indices in micro_batches),
@@ -182,9 +190,9 @@ class Critic:
         return total, torch.stack([total.detach(), (weight * loss.clipped).sum()])
 
     def _copy_decoder(self, policy: TrainedModel) -> None:
-        policy_weights = dict(named_weights(policy.model))
-        for name, tensor in named_weights(self.trained.model):
-            if not name.startswith("output_layer."):
+        policy_weights = dict(named_weights(policy.models))
+        for name, tensor in named_weights(self.trained.models):
+            if "output_layer." not in name:
                 tensor.copy_(policy_weights[name])
 
     def _load_head(self, directory: str | None) -> None:
@@ -192,7 +200,7 @@ class Critic:
 
         The head is 0 if the directory has none.
         """
-        head = getattr(self.trained.model, "output_layer", None)
+        head = getattr(self.trained.last_model, "output_layer", None)
         if not isinstance(head, ValueHead):
             return
         stored = _tensors(directory, f"{HEAD}.") if directory else {}

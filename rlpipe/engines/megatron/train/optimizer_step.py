@@ -1,6 +1,6 @@
 """The end of every optimizer step: metrics of all ranks, Adam and the schedule.
 
-Policy and critic share `summed_metrics` and `update`.
+Policy and critic share `zero_gradients`, `summed_metrics` and `update`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.process_groups import reports_token_results
 from rlpipe.errors import TrainerError
+
+
+def zero_gradients(trained: TrainedModel) -> None:
+    """Set all gradients to zero before the passes of an optimizer step."""
+    for chunk in trained.chunks:
+        chunk.zero_grad_buffer()
+    trained.optimizer.zero_grad()
 
 
 def summed_metrics(outputs: list[torch.Tensor], names: tuple[str, ...]) -> dict[str, float]:

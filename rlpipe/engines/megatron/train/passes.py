@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import tee
 from typing import Any
 
 import torch
@@ -32,6 +33,27 @@ LogitsConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, logits [T, V / TP] float32 of every local token) → as `Consumer`."""
 ValueConsumer = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, values [n]) → as `Consumer`."""
+
+
+def set_training(scorer: ScoringModel, mode: bool) -> None:
+    """Set the model's chunks to training or to evaluation."""
+    for chunk in scorer.chunks:
+        chunk.train(mode)
+
+
+def scheduled(
+    scorer: ScoringModel, micro_batches: Sequence[tuple[int, ...]]
+) -> Sequence[tuple[int, ...]]:
+    """Return the samples of the micro-batches to run, in a number that Megatron's schedule takes.
+
+    With virtual pipelining the schedule takes whole groups of micro-batches, by default as many as
+    there are pipeline stages. Micro-batches without samples fill the last group: each is one token
+    of padding, whose loss is 0.
+    """
+    if len(scorer.chunks) == 1:
+        return micro_batches
+    group = scorer.bridge.config.microbatch_group_size_per_vp_stage
+    return [*micro_batches, *[()] * (-len(micro_batches) % group)]
 
 
 def packing_slice(scorer: ScoringModel) -> Slice:
@@ -63,6 +85,8 @@ def run_passes(
     forward pass. `prediction`: a loss to add; its value follows those of an output tensor.
     """
 
+    model = scorer.last_model
+
     def of_hidden_states(
         micro: MicroBatch, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
@@ -70,19 +94,19 @@ def run_passes(
             return of_model(micro, hidden_states)
         own, *further = hidden_states.chunk(1 + len(prediction.counts))
         loss, output = of_model(micro, own)
-        more = prediction(scorer.model, micro, further)
+        more = prediction(model, micro, further)
         return loss + prediction.scale * more, torch.cat([output, more.detach()[None]])
 
     def of_model(micro: MicroBatch, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
         group: Any = parallel_state.get_tensor_model_parallel_group()
         log_probs, entropy = log_probs_and_entropy(
-            scorer.model.output_rows(hidden_states, micro.rows),
-            scorer.model.output_weight(),
+            model.output_rows(hidden_states, micro.rows),
+            model.output_weight(),
             micro.targets,
             temperature=temperature,
             group=group,
             entropy_gradient=entropy_gradient,
-            first=scorer.model.first_token,
+            first=model.first_token,
         )
         return consume(micro, log_probs, entropy)
 
@@ -109,14 +133,16 @@ def run_logits_passes(
     T × V / TP float32 are in memory at once, and the tensors that `consume` keeps of them.
     """
 
+    model = trained.last_model
+
     def of_hidden_states(
         micro: MicroBatch, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        if trained.model.predicts_further():
+        if model.predicts_further():
             hidden_states = hidden_states.chunk(1 + trained.bridge.config.mtp_num_layers)[0]
         all_rows = torch.arange(micro.length, device=micro.rows.device)
-        rows = trained.model.output_rows(hidden_states, all_rows)
-        return consume(micro, trained.model.logits(rows))
+        rows = model.output_rows(hidden_states, all_rows)
+        return consume(micro, model.logits(rows))
 
     return _run(
         trained,
@@ -137,7 +163,7 @@ def run_value_passes(
     forward_only: bool,
 ) -> list[Any]:
     """Run `run_passes` over a critic's values."""
-    model = critic.model
+    model = critic.last_model
     assert isinstance(model, ValueModel)
 
     def of_hidden_states(
@@ -164,14 +190,17 @@ def _run(
     forward_context: ForwardContext | None = None,
 ) -> list[Any]:
     config = scorer.bridge.config
+    chunks = scorer.chunks
+    is_interleaved = len(chunks) > 1
     config.finalize_model_grads_func = _finalize_without_division
     # With `overlap_grad_reduce` the schedule needs this to reduce at the last micro-batch only.
-    config.no_sync_func = None if forward_only else scorer.ddp.no_sync
+    no_sync = [] if forward_only else [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync if is_interleaved else next(iter(no_sync), None)
 
-    def forward_step(iterator, ddp):
+    def forward_step(iterator, chunk):
         micro = next(iterator)
-        with forward_context(micro) if forward_context else nullcontext():
-            hidden = ddp(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
+        with forward_context(micro, chunks.index(chunk)) if forward_context else nullcontext():
+            hidden = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
 
         def loss_function(hidden_states):
             loss, output = of_hidden_states(micro, hidden_states)
@@ -181,11 +210,13 @@ def _run(
 
         return hidden, loss_function
 
+    # Each chunk reads all micro-batches.
+    iterators = tee(micro_batches, len(chunks))
     with torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=scorer.ddp,
+            data_iterator=[*iterators] if is_interleaved else iterators[0],
+            model=chunks if is_interleaved else chunks[0],
             num_microbatches=num_micro_batches,
             seq_length=1,
             micro_batch_size=1,

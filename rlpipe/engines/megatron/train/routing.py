@@ -38,8 +38,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from rlpipe.engines.megatron.model.build import ScoringModel
 from rlpipe.engines.megatron.train.batch import MicroBatch
 
-ForwardContext = Callable[[MicroBatch], AbstractContextManager[None]]
-"""Makes the context manager around a micro-batch's forward pass."""
+ForwardContext = Callable[[MicroBatch, int], AbstractContextManager[None]]
+"""Makes the context manager around a micro-batch's forward pass of one chunk, by its number."""
 # With these settings experts are not chosen token by token, or by a function without replay.
 NOT_REPLAYABLE = ("moe_router_fusion", "moe_expert_capacity_factor")
 
@@ -71,23 +71,24 @@ def check_routing(config: TransformerConfig, train: TrainConfig) -> None:
 
 
 class _Routers:
-    """The routers of this rank's pipeline stage."""
+    """The routers of this rank's pipeline stage, by chunk."""
 
     def __init__(self, scorer: ScoringModel) -> None:
         config = scorer.bridge.config
         layers = _layers_with_experts(config)
         self.num_layers = len(layers)
         self.top_k = config.moe_router_topk
-        self.local: list[tuple[int, RouterReplay]] = []
-        """(index among all layers with experts, the router's replay)"""
-        for module in scorer.model.modules():
-            if isinstance(module, TopKRouter):
-                replay = module.router_replay
-                number = module.layer_number
-                assert replay is not None and number is not None, (
-                    "built without moe_enable_routing_replay"
-                )
-                self.local.append((layers.index(number), replay))
+        self.chunks: list[list[tuple[int, RouterReplay]]] = [[] for _ in scorer.models]
+        """(index among all layers with experts, the router's replay) of each chunk's routers"""
+        for routers, model in zip(self.chunks, scorer.models, strict=True):
+            for module in model.modules():
+                if isinstance(module, TopKRouter):
+                    replay = module.router_replay
+                    number = module.layer_number
+                    assert replay is not None and number is not None, (
+                        "built without moe_enable_routing_replay"
+                    )
+                    routers.append((layers.index(number), replay))
         self._sequence_parallel = config.sequence_parallel
 
     def token_index(self, micro: MicroBatch) -> np.ndarray:
@@ -102,18 +103,18 @@ class _Routers:
         """True on exactly one of the ranks that see the same tokens in the same layers."""
         return self._sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def set_action(self, action: RouterReplayAction | None) -> None:
-        for _, replay in self.local:
+    def set_action(self, chunk: int, action: RouterReplayAction | None) -> None:
+        for _, replay in self.chunks[chunk]:
             replay.router_replay_action = action
 
-    def clear_indices(self) -> None:
+    def clear_indices(self, chunk: int) -> None:
         """Drop the indices of all micro-batches."""
-        for _, replay in self.local:
+        for _, replay in self.chunks[chunk]:
             replay.clear_indices()
 
-    def reset(self) -> None:
-        self.set_action(None)
-        self.clear_indices()
+    def reset(self, chunk: int) -> None:
+        self.set_action(chunk, None)
+        self.clear_indices(chunk)
 
 
 def _layers_with_experts(config: TransformerConfig) -> list[int]:
@@ -166,32 +167,34 @@ class RoutingRecorder:
 
     def __init__(self, scorer: ScoringModel) -> None:
         self._routers = _Routers(scorer)
-        self._recorded: list[tuple[np.ndarray, list[torch.Tensor]]] = []
+        self._recorded: dict[int, list[tuple[np.ndarray, torch.Tensor]]] = {}
+        """Layer → (index into the batch's tokens, experts) of every micro-batch"""
 
     @contextmanager
-    def forward_context(self, micro: MicroBatch) -> Iterator[None]:
-        self._routers.set_action(RouterReplayAction.RECORD)
+    def forward_context(self, micro: MicroBatch, chunk: int) -> Iterator[None]:
+        routers = self._routers
+        routers.set_action(chunk, RouterReplayAction.RECORD)
         try:
             yield
-            indices = [_recorded_indices(replay) for _, replay in self._routers.local]
-            self._recorded.append((self._routers.token_index(micro), indices))
+            tokens = routers.token_index(micro)
+            for layer, replay in routers.chunks[chunk]:
+                self._recorded.setdefault(layer, []).append((tokens, _recorded_indices(replay)))
         finally:
-            self._routers.reset()
+            routers.reset(chunk)
 
     def column(self, num_tokens: int) -> np.ndarray:
         """Return [S, layers × k] uint16 on every rank. Collective."""
         routers = self._routers
         result = np.zeros((num_tokens, routers.num_layers, routers.top_k), np.uint16)
-        local = {layer: n for n, (layer, _) in enumerate(routers.local)}
         for layer in range(routers.num_layers):
             # One layer at a time bounds the device memory of the collective.
             summed = torch.zeros(
                 num_tokens, routers.top_k, dtype=torch.int32, device=platform.device()
             )
-            if layer in local and routers.is_sender:
-                for token_index, indices in self._recorded:
+            if routers.is_sender:
+                for token_index, indices in self._recorded.get(layer, ()):
                     real = np.flatnonzero(token_index >= 0)
-                    summed[torch.from_numpy(token_index[real])] = indices[local[layer]][
+                    summed[torch.from_numpy(token_index[real])] = indices[
                         torch.from_numpy(real)
                     ].to(summed)
             torch.distributed.all_reduce(summed)
@@ -235,32 +238,33 @@ class RoutingReplay:
                 expected=f"{layers} layers × {top_k} of {num_experts} experts",
             )
         self._experts = experts.reshape(-1, layers, top_k)
-        self._local_layers = [layer for layer, _ in self._routers.local]
         self._padding = np.arange(top_k, dtype=np.uint16)
         self._backward_routes_again = _backward_routes_again(scorer.bridge.config)
 
     @contextmanager
-    def forward_context(self, micro: MicroBatch) -> Iterator[None]:
+    def forward_context(self, micro: MicroBatch, chunk: int) -> Iterator[None]:
+        routers = self._routers.chunks[chunk]
         tokens = self._routers.token_index(micro)
-        chosen = self._experts[np.maximum(tokens, 0)][:, self._local_layers]
+        chosen = self._experts[np.maximum(tokens, 0)][:, [layer for layer, _ in routers]]
         chosen[(tokens < 0) | self._not_routed[tokens]] = self._padding
         layers = (
             torch.from_numpy(chosen.transpose(1, 0, 2).astype(np.int32))
             .to(platform.device())
             .long()
         )
-        for (_, replay), indices in zip(self._routers.local, layers, strict=True):
+        for (_, replay), indices in zip(routers, layers, strict=True):
             replay.set_target_indices(indices)
-        self._routers.set_action(RouterReplayAction.REPLAY_FORWARD)
+        self._routers.set_action(chunk, RouterReplayAction.REPLAY_FORWARD)
         try:
             yield
         finally:
             # A recomputed layer routes again during the backward pass. Megatron's RouterReplay then
             # hands out the indices of the micro-batches, first in, first out.
-            self._routers.set_action(RouterReplayAction.REPLAY_BACKWARD)
+            self._routers.set_action(chunk, RouterReplayAction.REPLAY_BACKWARD)
             if not (self._backward_routes_again and torch.is_grad_enabled()):
-                self._routers.clear_indices()
+                self._routers.clear_indices(chunk)
 
     def close(self) -> None:
         """Let the routers choose experts again."""
-        self._routers.reset()
+        for chunk in range(len(self._routers.chunks)):
+            self._routers.reset(chunk)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -18,7 +20,12 @@ from rlpipe.batch.packing import plan
 from rlpipe.engines.megatron.model.build import ScoringModel
 from rlpipe.engines.megatron.process_groups import reports_token_results
 from rlpipe.engines.megatron.train.batch import pack
-from rlpipe.engines.megatron.train.passes import packing_slice, run_passes
+from rlpipe.engines.megatron.train.passes import (
+    packing_slice,
+    run_passes,
+    scheduled,
+    set_training,
+)
 from rlpipe.engines.megatron.train.routing import ForwardContext
 
 
@@ -35,9 +42,9 @@ def score(
     The result is equal on every rank. `max_tokens`: packed tokens of a micro-batch, over all
     context parallel ranks. `forward_context`: see `run_passes`.
     """
-    micro_batches = local_micro_batches(batch, max_tokens)
+    micro_batches = local_micro_batches(scorer, batch, max_tokens)
     part = packing_slice(scorer)
-    scorer.ddp.eval()
+    set_training(scorer, False)
     outputs = run_passes(
         scorer,
         (pack(batch, samples, part, only_masked_in=False) for samples in micro_batches),
@@ -51,13 +58,15 @@ def score(
     return assembled_column(outputs, batch.num_response_tokens)
 
 
-def local_micro_batches(batch: BatchColumns, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+def local_micro_batches(
+    scorer: ScoringModel, batch: BatchColumns, max_tokens: int
+) -> Sequence[tuple[int, ...]]:
     """Return this data parallel rank's samples, in micro-batches of at most `max_tokens`."""
     ranks = parallel_state.get_data_parallel_world_size()
     packing = plan(
         batch.lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks
     )
-    return packing.steps[0][parallel_state.get_data_parallel_rank()]
+    return scheduled(scorer, packing.steps[0][parallel_state.get_data_parallel_rank()])
 
 
 def assembled_column(

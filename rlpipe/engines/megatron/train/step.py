@@ -36,8 +36,18 @@ from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.model.prediction import PredictionLoss
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.logits import LogitsLoss
-from rlpipe.engines.megatron.train.optimizer_step import summed_metrics, update
-from rlpipe.engines.megatron.train.passes import packing_slice, run_logits_passes, run_passes
+from rlpipe.engines.megatron.train.optimizer_step import (
+    summed_metrics,
+    update,
+    zero_gradients,
+)
+from rlpipe.engines.megatron.train.passes import (
+    packing_slice,
+    run_logits_passes,
+    run_passes,
+    scheduled,
+    set_training,
+)
 from rlpipe.engines.megatron.train.routing import ForwardContext, RoutingReplay
 from rlpipe.engines.megatron.train.score import assembled_column
 from rlpipe.engines.megatron.train.token_weights import StepWeights, step_weights
@@ -73,7 +83,7 @@ def train_steps(
     """
     packing.check(len(batch), parallel_state.get_data_parallel_world_size())
     _check_columns(batch, packing, loss)
-    trained.ddp.train()
+    set_training(trained, True)
     path = loss.custom_loss_function_path
     function = custom.load("custom_loss_function_path", path) if path else None
     takes_logits = function is not None and custom.takes_logits(function)
@@ -237,10 +247,9 @@ class _PolicyRun:
         # The samples of all data parallel ranks: the weights depend on the whole step.
         samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
         weights = step_weights(batch, samples, self.loss, self.hook_args)
-        micro_batches = step[parallel_state.get_data_parallel_rank()]
+        micro_batches = scheduled(trained, step[parallel_state.get_data_parallel_rank()])
         collector = _MetricsCollector(where)
-        trained.ddp.zero_grad_buffer()
-        trained.optimizer.zero_grad()
+        zero_gradients(trained)
         before_step(number)
         run = self._run_tokens if self.logits_loss is None else self._run_logits
         outputs = run(micro_batches, samples, weights, collector)

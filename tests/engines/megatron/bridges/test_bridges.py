@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.bridges.deepseek import DownProjection, _rotation
 from rlpipe.engines.megatron.bridges.hf_config import read_config
-from rlpipe.engines.megatron.bridges.weight_files import SCALE_SUFFIX, WeightFiles, from_blocks
+from rlpipe.engines.megatron.bridges.weight_files import (
+    MXFP4_SUFFIXES,
+    SCALE_SUFFIX,
+    WeightFiles,
+    from_blocks,
+)
 from rlpipe.engines.megatron.checkpoint.export import with_untrained_layers
+from rlpipe.engines.megatron.preflight import refused
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.families import make
@@ -76,7 +83,7 @@ def test_an_export_copies_draft_layers_with_the_trained_embedding(copy):
         ours.load_hf()
         ours.save_hf(copy / "same")
         with torch.no_grad():
-            ours.trained.model.embedding.word_embeddings.weight.add_(1.0)
+            ours.trained.last_model.embedding.word_embeddings.weight.add_(1.0)
         ours.save_hf(copy / "other")
     finally:
         ours.close()
@@ -136,6 +143,78 @@ def test_an_export_of_fp8_weights_has_no_quantization_config(copy):
     finally:
         ours.close()
     assert "quantization_config" not in json.loads((copy / "out" / "config.json").read_text())
+
+
+def test_mxfp4_weights_are_dequantised_as_by_transformers(tmp_path):
+    values = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8, generator=values)
+    scales = torch.randint(118, 130, (3, 8, 2), dtype=torch.uint8, generator=values)
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(
+        {f"{name}_blocks": blocks, f"{name}_scales": scales, "model.norm.weight": torch.ones(4)},
+        tmp_path / "model.safetensors",
+    )
+    files = WeightFiles(str(tmp_path))
+    assert set(files.names) == {name, "model.norm.weight"}
+    expected = convert_moe_packed_tensors(blocks, scales)
+    found = files.load_one_hf_weight(name)
+    assert found.dtype == torch.bfloat16 and found.shape == (3, 64, 8)
+    assert torch.equal(found, expected)
+    assert torch.equal(files.load_one_hf_weight(f"{name}[2]"), expected[2])
+
+
+def test_an_export_of_a_gpt_oss_in_mxfp4_is_in_bf16(tmp_path):
+    # MXFP4 has blocks of 32 numbers.
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 2}
+    source = Path(make("gpt_oss", tmp_path / "model", changes=sizes, dtype=torch.bfloat16))
+    stored = load_file(source / "model.safetensors")
+    values = torch.Generator().manual_seed(0)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = stored[name].shape
+        shape = (experts, columns, rows // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=values)
+        scales = torch.randint(120, 126, shape, dtype=torch.uint8, generator=values)
+        stored[name] = convert_moe_packed_tensors(blocks, scales)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    quantised = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+    written = {name: weight for name, weight in stored.items() if name not in quantised}
+    save_file(written, source / "model.safetensors")
+    edit(source, quantization_config={"quant_method": "mxfp4"})
+    ours = engine(str(source), TrainConfig(), 0, 1, free_port(), dtype="bfloat16")
+    try:
+        ours.load_hf()
+        ours.save_hf(tmp_path / "out")
+    finally:
+        ours.close()
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(quantised) == 4
+    assert exported.keys() == {name for name in stored if not name.endswith(MXFP4_SUFFIXES)}
+    assert all(torch.equal(exported[name], stored[name]) for name in exported)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"megatron": {"moe_grouped_gemm": True}}, "moe_grouped_gemm"),
+        (
+            {
+                "parallel": {
+                    "tensor_model_parallel_size": 2,
+                    "sequence_parallel": True,
+                    "expert_tensor_parallel_size": 2,
+                }
+            },
+            "expert_tensor_parallel_size",
+        ),
+    ],
+)
+def test_settings_for_experts_without_biases_are_refused_for_gpt_oss(tmp_path, train, key):
+    model = {"source": {"type": "huggingface", "hf_checkpoint": make("gpt_oss", tmp_path)}}
+    request = {"directory": str(tmp_path), "model": model, "deterministic": False}
+    assert refused(request | {"train": {}}) is None
+    found = refused(request | {"train": train})
+    assert found is not None and key in found["where"]
 
 
 def test_unsupported_quantisations_are_refused(copy):

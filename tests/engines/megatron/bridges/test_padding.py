@@ -63,7 +63,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def padding(trained: Any) -> list[torch.Tensor]:
     """Return this rank's padding rows: of weights, and of an optimizer that is not sharded."""
     rank = torch.distributed.get_rank()
-    model = trained.model
+    model = trained.last_model
     found = []
     for parameter in {model.embedding.word_embeddings.weight, model._output_shard()}:
         first = max(0, TOKENS - rank * len(parameter))
@@ -222,7 +222,7 @@ def test_padding_on_one_rank_changes_no_result(odd, tmp_path: Path):
     batch = make_batch(vocabulary=TOKENS)
     try:
         ours.load_hf()
-        weight = ours.trained.model.output_layer.weight
+        weight = ours.trained.last_model.output_layer.weight
         assert weight is not None and len(weight) == 128
         assert (
             np.abs(
@@ -232,7 +232,7 @@ def test_padding_on_one_rank_changes_no_result(odd, tmp_path: Path):
         )
         ours.save_hf(tmp_path / "same")
         assert not list(different(odd["qwen2"], tmp_path / "same"))
-        rows = ours.trained.model.logits(torch.randn(5, 64))
+        rows = ours.trained.last_model.logits(torch.randn(5, 64))
         assert rows.shape == (5, 128) and rows.softmax(-1)[:, TOKENS:].max() == 0
     finally:
         ours.close()

@@ -91,7 +91,7 @@ def test_adam_continues_with_the_bits_that_megatron_saved(
         ours.load_hf()
         ours.load_adam_state(tmp_path / "adam")
         (part,) = inner_optimizers(ours.trained.optimizer)
-        for name, parameter in ours.trained.model.named_parameters():
+        for name, parameter in ours.trained.last_model.named_parameters():
             found = state_of(part, parameter)
             for state, expected in expected_tensors(saved, name).items():
                 assert torch.equal(found[state].detach().flatten(), expected.flatten()), name

@@ -48,4 +48,6 @@ class Balanced(torch.nn.Module):
 
 def test_named_weights_are_parameters_and_persistent_buffers():
     model = torch.nn.Sequential(Balanced(), torch.nn.Linear(2, 2))
-    assert sorted(name for name, _ in state.named_weights(model)) == sorted(model.state_dict())
+    assert sorted(name for name, _ in state.named_weights([model])) == sorted(model.state_dict())
+    chunks = [name for name, _ in state.named_weights([model, model])]
+    assert sorted(chunks) == sorted(f"{i}.{name}" for name in model.state_dict() for i in (0, 1))

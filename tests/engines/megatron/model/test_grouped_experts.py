@@ -80,7 +80,7 @@ def test_grouped_experts_are_used_only_if_configured(models):
         try:
             found = [
                 module
-                for module in ours.trained.model.modules()
+                for module in ours.trained.last_model.modules()
                 if isinstance(module, GroupedExperts)
             ]
             assert len(found) == (2 if asked else 0)

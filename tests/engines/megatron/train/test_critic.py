@@ -138,10 +138,10 @@ def test_a_critic_without_a_directory_starts_from_the_policy_with_zero_values(st
     ours = start(CriticConfig(value_clip=None))
     batch = make_batch()
     assert not ours.values(batch).any()
-    policy = dict(ours.trained.model.named_parameters())
+    policy = dict(ours.trained.last_model.named_parameters())
     copied = {
         name: p
-        for name, p in ours.critic.trained.model.named_parameters()
+        for name, p in ours.critic.trained.last_model.named_parameters()
         if not name.startswith("output_layer")
     }
     assert len(copied) == len(policy)
@@ -181,7 +181,7 @@ def test_the_state_digest_covers_the_critic(start):
     ours = start(CriticConfig())
     before = ours.state_digest()
     with torch.no_grad():
-        next(ours.critic.trained.model.parameters())[0, 0] += 1
+        next(ours.critic.trained.last_model.parameters())[0, 0] += 1
     changed = ours.state_digest()
     ours.close()
     assert before != changed
@@ -223,8 +223,8 @@ def test_a_critic_that_is_not_in_the_checkpoint_starts_from_its_policy(start, tm
     ours = start(CriticConfig())
     assert ours.load_checkpoint(tmp_path) == 1
     assert not ours.values(batch).any()
-    name, parameter = next(iter(ours.critic.trained.model.named_parameters()))
-    assert torch.equal(parameter, dict(ours.trained.model.named_parameters())[name])
+    name, parameter = next(iter(ours.critic.trained.last_model.named_parameters()))
+    assert torch.equal(parameter, dict(ours.trained.last_model.named_parameters())[name])
 
 
 @pytest.mark.integration

@@ -15,6 +15,7 @@ import torch
 import rlpipe.engines.megatron.platform  # noqa: F401
 
 # isort: split
+from mbridge.core import LLMBridge
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -24,6 +25,7 @@ from rlpipe.engines.megatron.bridges.bridge import mbridge_view
 from rlpipe.engines.megatron.checkpoint.conversion.legacy import rank_state
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
 from rlpipe.engines.megatron.model.build import ScoringModel
+from rlpipe.engines.megatron.model.layers import PolicyModel
 from rlpipe.errors import DataError
 from rlpipe.system.megatron_weights import find_checkpoint
 
@@ -37,8 +39,14 @@ def load_checkpoint_weights(scorer: ScoringModel, path: Path, step: int | None =
     """
     checkpoint = find_checkpoint(path, step)
     folder = checkpoint.folder
-    state = _rank_file(scorer, folder) if checkpoint.legacy else _resharded(scorer, folder)
-    for name, target in scorer.model.state_dict().items():
+    read = _rank_file if checkpoint.legacy else _resharded
+    for chunk, model in enumerate(scorer.models):
+        key = "model" if len(scorer.models) == 1 else f"model{chunk}"
+        _copy_weights(read(scorer.bridge, model, key, folder), model, folder)
+
+
+def _copy_weights(state: dict[str, Any], model: PolicyModel, folder: Path) -> None:
+    for name, target in model.state_dict().items():
         if not isinstance(target, torch.Tensor):
             continue
         if name not in state:
@@ -53,10 +61,10 @@ def load_checkpoint_weights(scorer: ScoringModel, path: Path, step: int | None =
         target.copy_(state[name])
 
 
-def _resharded(scorer: ScoringModel, folder: Path) -> dict[str, Any]:
+def _resharded(_bridge: LLMBridge, model: PolicyModel, _key: str, folder: Path) -> dict[str, Any]:
     metadata = {"singleton_local_shards": False, **Checkpoint(folder).layout}
     try:
-        sharded: Any = scorer.model.sharded_state_dict(metadata=metadata)
+        sharded: Any = model.sharded_state_dict(metadata=metadata)
         tensors: Any = {
             name: shard for name, shard in sharded.items() if not isinstance(shard, ShardedObject)
         }
@@ -73,16 +81,19 @@ def _resharded(scorer: ScoringModel, folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _rank_file(scorer: ScoringModel, folder: Path) -> dict[str, Any]:
-    """Return the weights that this rank saved, by the names of this model."""
+def _rank_file(bridge: LLMBridge, model: PolicyModel, key: str, folder: Path) -> dict[str, Any]:
+    """Return the weights of a chunk that this rank saved, by the names of this model.
+
+    `key`: the chunk's key in the file.
+    """
     own_names: dict[str, str] = dict(
         zip(
-            mbridge_view(scorer.bridge, scorer.model).state_dict(),
-            scorer.model.state_dict(),
+            mbridge_view(bridge, model).state_dict(),
+            model.state_dict(),
             strict=True,
         )
     )
-    stored: dict[str, Any] = rank_state(folder / _rank_folder())["model"]
+    stored: dict[str, Any] = rank_state(folder / _rank_folder())[key]
     return {
         own_names.get(name, name): value
         for name, value in stored.items()
