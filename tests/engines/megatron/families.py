@@ -6,6 +6,7 @@ leaves at 0, are random too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        # Most samples of the tests have more tokens.
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 16.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "head_dim": 16,
@@ -199,17 +219,28 @@ ZERO_CENTRED = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_nor
 """Norms that Qwen3-Next and Qwen3.5 store as their difference to 1."""
 
 
-def make(family: str, directory: Path, seed: int = 0) -> str:
-    """Write a random float32 model of this family and return its directory."""
-    values = {**_BASE, **FAMILIES[family]}
+def make(
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    spread: float = 0.12,
+) -> str:
+    """Write a random model of this family and return its directory.
+
+    `changes`: keys of config.json. `spread`: standard deviation of weights.
+    """
+    values = {**_BASE, **FAMILIES[family], **(changes or {})}
     config = CONFIGS[values.pop("model_type")](**values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.12, generator=generator)
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, spread, generator=generator)
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(0.0, 0.3, generator=generator)
             elif name.endswith(".A_log"):
                 # The states of earlier tokens fade slowly enough to change later ones.
@@ -219,5 +250,5 @@ def make(family: str, directory: Path, seed: int = 0) -> str:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return str(directory)

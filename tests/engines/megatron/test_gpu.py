@@ -117,6 +117,48 @@ def test_packed_attention_equals_attention_of_each_segment(cp_size):
         assert distance(found, wanted[mine]) < 1e-2
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_packed_attention_with_sinks_equals_explicit_scores(cp_size, window):
+    lengths = np.array([4, 260, 1024, 96])
+    inputs = [leaf(int(lengths.sum()), heads, 64) for heads in (16, 8, 8)]
+    sinks = leaf(16)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    outputs = [
+        _alone_with_sinks(*(tensor[a:b] for tensor in inputs), sinks, window)
+        for a, b in pairwise(bounds)
+    ]
+    wanted = torch.cat(outputs)
+    direction = leaf(*wanted.shape).detach().float()
+    expected = torch.autograd.grad((wanted * direction).sum(), (*inputs, sinks))
+    held = [_held(lengths, bounds, cp_size, rank) for rank in range(cp_size)]
+    gathered = torch.cat(held)
+    query, key, value = inputs
+    total = torch.zeros((), device="cuda")
+    for rank, mine in enumerate(held):
+        layout = packed_layout(lengths, cp_size, rank, torch.device("cuda"))
+        order = slice(None) if cp_size == 1 else gathered[layout.keys]
+        found = varlen.attend_with_sinks(
+            query[mine], key[order], value[order], sinks, layout.segments, 0.125, window
+        )
+        assert distance(found, wanted[mine]) < 1e-2
+        total = total + (found.float() * direction[mine]).sum()
+    gradients = torch.autograd.grad(total, (*inputs, sinks))
+    assert max(distance(*pair) for pair in zip(gradients, expected, strict=True)) < 2e-2
+
+
+def _alone_with_sinks(query, key, value, sinks, window: int | None) -> torch.Tensor:
+    q, k, v = (tensor.float().transpose(0, 1) for tensor in (query, key, value))
+    scores = q @ k.repeat_interleave(2, 0).mT * 0.125
+    seen = torch.ones_like(scores[0], dtype=torch.bool).tril()
+    if window is not None:
+        seen = seen.triu(-window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    column = sinks.float()[:, None, None].expand(-1, len(query), 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return (weights @ v.repeat_interleave(2, 0)).transpose(0, 1)
+
+
 def _held(lengths: np.ndarray, bounds: np.ndarray, cp_size: int, rank: int) -> torch.Tensor:
     """Return the global positions of a rank's tokens: chunks r and 2c-1-r of every segment."""
     chunks = [

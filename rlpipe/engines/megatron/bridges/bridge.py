@@ -27,6 +27,7 @@ from rlpipe.engines.megatron.bridges import (  # noqa: F401
     deepseek,
     dense,
     experts,
+    gpt_oss,
     minimax,
     qwen_next,
 )

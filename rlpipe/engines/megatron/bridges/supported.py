@@ -151,7 +151,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         problems = [
             *_key_problems(config, family),
             *_rope_problems(config, family),
-            *_quantization_problems(config),
+            *_quantization_problems(config, family),
         ]
         problems += check_layer_types(config, family)
         filled = {**family.defaults, **config}
@@ -263,8 +263,8 @@ def _yarn_scale_problems(name: str, rope: Mapping[str, Any]) -> Iterator[Problem
         )
 
 
-def _quantization_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check the quantization. `weight_files` dequantises DeepSeek's FP8 in blocks."""
+def _quantization_problems(config: Mapping[str, Any], family: Family) -> Iterator[Problem]:
+    """Check the quantization. `weight_files` dequantises FP8 in blocks, and MXFP4."""
     quantization = config.get("quantization_config")
     if not quantization:
         return
@@ -273,9 +273,13 @@ def _quantization_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
         return
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size")
-    if method != "fp8" or block != FP8_BLOCK:
+    if method == "mxfp4" and method in family.quantizations:
+        return
+    if method != "fp8" or block != FP8_BLOCK or method not in family.quantizations:
+        readable = {"fp8": f"fp8 in blocks of {FP8_BLOCK}", "mxfp4": "mxfp4"}
+        names = " or ".join(readable[name] for name in family.quantizations)
         yield (
             "quantization_config",
             {"quant_method": method, "weight_block_size": block},
-            f"none, or fp8 in blocks of {FP8_BLOCK}: use the model's bf16 directory",
+            f"none, or {names}: use the model's bf16 directory",
         )

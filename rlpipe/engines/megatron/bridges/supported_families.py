@@ -39,6 +39,8 @@ class Family:
     """Further keys of a rotation, without effect on text."""
     layer_types: tuple[str, ...] = ("full_attention",)
     """Supported values of `layer_types`."""
+    quantizations: tuple[str, ...] = ("fp8",)
+    """Values of `quant_method` that `weight_files` reads."""
     rules: tuple[Rule, ...] = ()
     """Checks of several keys together."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -148,6 +150,16 @@ def _check_minimax(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield "rotary_dim", None, "rotary_dim, the number of rotated features of a head"
     elif factor is not None and factor * config["head_dim"] != rotated:
         yield "rotary_dim", rotated, f"rotary_dim: {factor} of head_dim {config['head_dim']}"
+
+
+def _check_gpt_oss(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rule of gpt-oss: a window, and the same number of experts under both names."""
+    window = config.get("sliding_window", 128)
+    if not isinstance(window, int) or window < 1:
+        yield "sliding_window", window, "sliding_window: a number of tokens"
+    chosen = config["num_experts_per_tok"]
+    if chosen < 2:
+        yield "num_experts_per_tok", chosen, "num_experts_per_tok: 2 or more"
 
 
 def _check_expert_groups(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -336,6 +348,22 @@ FAMILIES: dict[str, Family] = {
             "qk_rope_head_dim": 64,
             "topk_group": 1,
         },
+    ),
+    "gpt_oss": Family(
+        reads=_EXPERT_COUNTS | words("num_experts_per_tok sliding_window"),
+        only={
+            "attention_bias": (None, True),
+            # transformers' old name of num_experts_per_tok, and a length that YaRN repeats.
+            "experts_per_token": (None, 4),
+            "initial_context_length": (None, 4096),
+            "swiglu_limit": (None, 7),
+        },
+        ropes=("default", "yarn"),
+        rope_keys=frozenset({"truncate"}),
+        layer_types=("full_attention", "sliding_attention"),
+        quantizations=("mxfp4",),
+        rules=(_check_gpt_oss,),
+        defaults={"head_dim": 64, "num_experts_per_tok": 4},
     ),
     "llama": Family(
         only={"attention_bias": (None, False), "mlp_bias": (None, False)},

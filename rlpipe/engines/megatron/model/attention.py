@@ -10,6 +10,8 @@ holds their lengths and makes the index tensors of attention at first use.
   values are gathered over the ranks. For flash attention, each chunk of queries is a separate
   segment with all keys up to the chunk's end, so that only the causal triangle is masked. Blocks
   use an explicit mask.
+- sinks (`softmax_type: learnable`) and windows (`window_size`): torch's flash attention, or
+  explicit scores [n, heads, l, l'] of blocks.
 
 Legend: L local packed tokens, n segments of a block, l tokens of its longest segment, D head size.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +32,9 @@ from rlpipe.engines.megatron import platform
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 
-from rlpipe.engines.megatron.model.varlen import Segments, attend
+from rlpipe.engines.megatron.model.varlen import Segments, attend, attend_with_sinks
 
 
 @dataclass(slots=True)
@@ -46,6 +50,8 @@ class Block:
     """[n, l'] int64, into all ranks' tokens. Equal to `queries` without context parallelism."""
     mask: torch.Tensor | None
     """[n, 1, l, l'] bool, True if the query sees the key; None: causal."""
+    positions: torch.Tensor
+    """[n, l] int64: each query's position in its segment. Keys are in the order of positions."""
 
 
 @dataclass
@@ -73,7 +79,7 @@ class PackedLayout(PackedSeqParams):
         flat = np.empty(offsets[-1] // self.cp_size, np.int64)
         base = 0
         for segments_of_block in _similar(self.lengths):
-            queries, keys, mask, real = _block(
+            queries, keys, mask, real, positions = _block(
                 self.lengths, offsets, segments_of_block, self.cp_size, self.cp_rank
             )
             flat[queries[real]] = base + np.flatnonzero(real)
@@ -81,7 +87,7 @@ class PackedLayout(PackedSeqParams):
             query_index = self._on_device(queries)
             key_index = query_index if self.cp_size == 1 else self._on_device(keys)
             device_mask = None if mask is None else self._on_device(mask[:, None])
-            blocks.append(Block(query_index, key_index, device_mask))
+            blocks.append(Block(query_index, key_index, device_mask, self._on_device(positions)))
         return blocks, self._on_device(flat)
 
     @property
@@ -205,14 +211,17 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _block(lengths, offsets, segments_of_block, cp_size: int, cp_rank: int):
-    """Return query and key indices, the mask, and the real query slots: all [n, ...] NumPy."""
+    """Return query and key indices, the mask, the real query slots and their positions.
+
+    All are [n, ...] NumPy.
+    """
     size = lengths[segments_of_block][:, None]
     start = offsets[segments_of_block][:, None] // cp_size
     slot = np.arange(size.max() // cp_size)[None]
     real = slot < size // cp_size
     queries = start + np.minimum(slot, size // cp_size - 1)
     if cp_size == 1:
-        return queries, queries, None, real
+        return queries, queries, None, real, np.broadcast_to(slot, real.shape).copy()
     chunk = size // (2 * cp_size)
     total = offsets[-1] // cp_size
     slot = np.minimum(slot, size // cp_size - 1)
@@ -222,7 +231,7 @@ def _block(lengths, offsets, segments_of_block, cp_size: int, cp_rank: int):
     keys = owner * total + start + np.where(position // chunk == owner, 0, chunk) + position % chunk
     inside = np.arange(size.max())[None] < size
     mask = (position[:, None, :] <= seen[:, :, None]) & inside[:, None, :]
-    return queries, keys, mask, real
+    return queries, keys, mask, real, seen
 
 
 class CoreAttention(DotProductAttention):
@@ -242,6 +251,16 @@ class CoreAttention(DotProductAttention):
         finally:
             config.context_parallel_size = context_parallel
         self.cp_group = pg_collection.cp
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, self.layer_number
+        )
+        self._window: int | None = config.window_size[0] if windowed else None
+        sinks: Any = self.softmax_offset
+        assert sinks is not None or self._window is None, "windows are computed with sinks only"
+        if sinks is not None:
+            sinks.tensor_model_parallel = True
+            sinks.partition_dim = 0
+            sinks.partition_stride = 1
 
     def forward(
         self,
@@ -292,6 +311,9 @@ class CoreAttention(DotProductAttention):
             .view(n, keys, *value.shape[1:])
             .transpose(1, 2)
         )
+        if self.softmax_offset is not None:
+            out = self._explicit(q, k, v, block)
+            return out.transpose(1, 2).reshape(n * queries, -1)
         out = scaled_dot_product_attention(
             q,
             k,
@@ -304,13 +326,35 @@ class CoreAttention(DotProductAttention):
         )
         return out.transpose(1, 2).reshape(n * queries, -1)
 
+    def _explicit(self, query, key, value, block: Block) -> torch.Tensor:
+        """Return [n, heads, l, D] with sinks and this layer's window, by the scores of all keys."""
+        assert self._dropout() == 0.0, "attention with sinks has no dropout"
+        position = block.positions[:, None, :, None]
+        number = torch.arange(key.shape[2], device=key.device)
+        seen = number <= position
+        if self._window is not None:
+            seen &= number >= position - self._window
+        groups = query.unflatten(1, (key.shape[1], -1))
+        scores = (groups @ key.mT[:, :, None]).flatten(1, 2).float() * self.softmax_scale
+        sinks: Any = self.softmax_offset
+        scores = scores.masked_fill(~seen, float("-inf"))
+        column = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1].to(value.dtype)
+        return (weights.unflatten(1, groups.shape[1:3]) @ value[:, :, None]).flatten(1, 2)
+
     def _flash(self, query, key, value, layout: PackedLayout) -> torch.Tensor:
         assert self._dropout() == 0.0, "packed attention on CUDA has no dropout"
         if layout.cp_size > 1:
             key = key.index_select(0, layout.keys)
             value = value.index_select(0, layout.keys)
         assert self.softmax_scale is not None
-        return attend(query, key, value, layout.segments, self.softmax_scale).flatten(1)
+        inputs = (query, key, value)
+        sinks: Any = self.softmax_offset
+        if sinks is None:
+            return attend(*inputs, layout.segments, self.softmax_scale).flatten(1)
+        return attend_with_sinks(
+            *inputs, sinks, layout.segments, self.softmax_scale, self._window
+        ).flatten(1)
 
     def _dropout(self) -> float:
         return self.attention_dropout.p if self.training else 0.0

@@ -65,6 +65,66 @@ def attend(
     return out[..., : value.shape[-1]] if missing else out
 
 
+def attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Return attention whose softmax has one more logit for each head, by torch's FlashAttention.
+
+    y = Σ_j p_j v_j,    p_j = exp(s_j) / (exp(sink) + Σ_i exp(s_i))
+
+    `sinks`: [heads]. `window`: the number of keys before the query that it sees; None: all.
+    """
+    result: Any = _AttentionWithSinks.apply(query, key, value, sinks, segments, scale, window)
+    return result
+
+
+class _AttentionWithSinks(torch.autograd.Function):
+    """FlashAttention computes without sinks. With its log-sum l of exp(s_j), L = log(e^l + e^sink):
+
+    y = exp(l - L) · output,    d sink = -Σ_queries exp(sink - L) · (dy · y)
+
+    FlashAttention's backward pass computes p_j = exp(s_j - l) and p_j (dy · v_j - dy · y). Given L
+    for l and y for its output, these are the gradients with sinks.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, segments: Segments, scale: float, window):
+        ctx.arguments = (
+            (*segments.positional, 0.0, True),
+            {
+                "scale": scale,
+                "window_size_left": -1 if window is None else window,
+                "window_size_right": 0,
+            },
+        )
+        positional, keywords = ctx.arguments
+        out, log_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *positional, False, **keywords
+        )
+        with_sink = torch.logaddexp(log_sum, sinks.float()[:, None])
+        out = (out * (log_sum - with_sink).exp().T[..., None]).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, with_sink, state, unused)
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads):
+        query, key, value, sinks, out, with_sink, state, unused = ctx.saved_tensors
+        positional, keywords = ctx.arguments
+        grad = grads[0].contiguous()
+        to_inputs = torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, with_sink, *positional, state, unused, **keywords
+        )
+        share = (sinks.float()[:, None] - with_sink).exp()
+        to_sinks = -(share * (grad.float() * out.float()).sum(-1).T).sum(1).to(sinks.dtype)
+        return *to_inputs, to_sinks, None, None, None
+
+
 @functools.cache
 def backend() -> str:
     """Return the name of the backend in use, a key of BACKENDS."""

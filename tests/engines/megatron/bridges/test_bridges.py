@@ -154,6 +154,7 @@ def test_mxfp4_weights_are_dequantised_as_by_transformers(tmp_path):
         {f"{name}_blocks": blocks, f"{name}_scales": scales, "model.norm.weight": torch.ones(4)},
         tmp_path / "model.safetensors",
     )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
     files = WeightFiles(str(tmp_path))
     assert set(files.names) == {name, "model.norm.weight"}
     expected = convert_moe_packed_tensors(blocks, scales)

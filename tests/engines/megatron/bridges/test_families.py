@@ -120,6 +120,7 @@ LAYOUTS = {
     "llama3.2": {"pipeline_model_parallel_size": 2},
     "deepseek_v3": {**TENSOR, "expert_model_parallel_size": 2},
     "glm5": {**TENSOR, "expert_model_parallel_size": 2},
+    "gpt_oss": {**TENSOR, "expert_model_parallel_size": 2},
     "minimax_m2": {**TENSOR, "expert_model_parallel_size": 2},
     "qwen3_next": {**TENSOR, "expert_model_parallel_size": 2},
     "qwen3.5": {"tensor_model_parallel_size": 2},
@@ -144,7 +145,9 @@ def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "glm5", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["glm4", "deepseek_v3", "glm5", "gpt_oss", "minimax_m2", "qwen3_next"]
+)
 def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}
