@@ -40,6 +40,7 @@ from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
 from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
+from rlpipe.engines.sglang.served_models import check_served
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 from rlpipe.lineage.continuation import check_same_run
 from rlpipe.lineage.source_weights import (
@@ -277,6 +278,14 @@ def _check_model(config: RunConfig, directory: Path) -> None:
     model = json.loads((directory / "config.json").read_text())
     if config.train.use_rollout_routing_replay:
         routed_width(model)
+    resources = config.resources
+    # Engines of a Ray cluster or of the user may run on machines with GPUs.
+    if config.needs_engines and not (resources.ray_address or resources.external_engines):
+        check_served(
+            model["model_type"],
+            f"{key}: {directory}/config.json",
+            trusts_code=getattr(config.model.source, "trust_remote_code", False),
+        )
     quantization = model.get("quantization_config")
     if config.needs_engines and quantization and not config.engine.quantization:
         is_dict = isinstance(quantization, dict)

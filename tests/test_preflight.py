@@ -15,11 +15,13 @@ from rlpipe.config.load import load_run, validate
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
+from rlpipe.engines.sglang import served_models
 from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, StoreError
 from rlpipe.preflight import FULL_BYTES, MIN_FREE_BYTES, check, note_full_disk
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tests.model_files import write_model
+from tools.slime_counts.stand_ins import write_model as write_stand_in
 
 CHAT = {"apply_chat_template": True}
 ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
@@ -77,6 +79,19 @@ def test_a_quantized_model_needs_engines_with_the_same_quantization(folder: Path
     ):
         check(config(folder), folder / "home")
     check(config(folder, engine={"quantization": "fp8"}), folder / "home")
+
+
+def test_a_model_that_sglang_cannot_serve_here_is_refused_if_engines_start_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(served_models, "local_device", lambda: "cpu")
+    shutil.rmtree(folder / "model")
+    write_stand_in("qwen3_next", folder / "model")
+    with pytest.raises(ConfigError, match=r"config\.json: SGLang .* on CPUs"):
+        check(config(folder), folder / "home")
+    elsewhere = {"external_engines": ["http://h:1"]}
+    remote = config(folder, resources=elsewhere, sync={"transport": "distributed"})
+    check(remote, folder / "home")
 
 
 def test_a_complete_run_passes_and_no_file_is_made(folder: Path):

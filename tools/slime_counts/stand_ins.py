@@ -68,6 +68,9 @@ SIZES: dict[str, Any] = {
 """Key of config.json → its value in a stand-in, if the model type has the key."""
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -81,6 +84,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "glm4": {"attention_bias": True},
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
     "minimax_m2": {
         "rope_parameters": {
             "rope_type": "default",
@@ -92,8 +96,17 @@ EXTRA: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "use_routing_bias": True,
     },
+    "qwen3_next": {"full_attention_interval": 2},
 }
 """Model type → keys that its released models have and transformers' defaults do not."""
+MIMO = """\
+from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
+"""Python file of MiMo's directories, which read its config.json."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -114,6 +127,9 @@ def write_model(kind: str, folder: Path) -> None:
 
     Raises: KeyError if transformers has no such type.
     """
+    if kind == "mimo":
+        _write_mimo(folder)
+        return
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -140,6 +156,21 @@ def write_model(kind: str, folder: Path) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     save_model(model, tokenizer, str(folder))
+
+
+def _write_mimo(folder: Path) -> None:
+    """Write a model of MiMo, which is a Qwen2 that the directory's own code describes."""
+    write_model("qwen2", folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "attention_bias": True,
+    }
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (folder / "configuration_mimo.py").write_text(MIMO, encoding="utf-8")
 
 
 def write_rows(

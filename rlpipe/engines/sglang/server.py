@@ -139,7 +139,7 @@ class Server(ServerProcess):
         `part`: position in an engine that spans nodes; None for a whole engine.
         Raises: ConfigError for an argument in `engine.sglang` that is not allowed.
         """
-        self.device: Device = device or _device()
+        self.device: Device = device or local_device()
         module = f"rlpipe.engines.sglang.{'cpu_launch' if self.device == 'cpu' else 'launch'}"
         super().__init__("SGLang server", module, config.host or LOOPBACK, port, log_path)
         self.name = f"SGLang server {self.url}"
@@ -226,7 +226,7 @@ class Server(ServerProcess):
         httpx.post(f"{self.url}/freeze_gc", timeout=30.0)
 
 
-def _device() -> Device:
+def local_device() -> Device:
     """Return the device of this machine.
 
     Raises: ConfigError if the machine has a GPU and SGLang is installed without GPU support.
