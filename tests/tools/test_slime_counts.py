@@ -9,6 +9,7 @@ import pytest
 
 from tools.slime_counts import __main__ as counts
 from tools.slime_counts.launches import launchers, scripts
+from tools.slime_counts.start import STARTED, TRAINER_ONLY, Start
 
 WORDS = (
     "--hf-checkpoint /models/m --prompt-data /data/train.jsonl --rm-type math "
@@ -91,5 +92,24 @@ def test_the_counts_name_the_reason_of_a_refusal(
     assert counts.main() == 1
     printed = capsys.readouterr().out
     assert "scripts/run.sh: accepted" in printed
-    assert "scripts/wrong.sh: --no-such-flag: unknown flag" in printed
+    assert "scripts/wrong.sh: refused: --no-such-flag: unknown flag" in printed
     assert "1 of 2 scripts accepted" in printed and "2 of 2 launchers accepted" in printed
+
+
+def test_the_table_counts_the_results_of_starts(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    outcomes = iter([Start(STARTED), Start(TRAINER_ONLY, "no engine")])
+    monkeypatch.setattr(counts, "start", lambda *_: next(outcomes))
+    monkeypatch.setattr(sys, "argv", ["", str(checkout), "launchers", "--start", "starts"])
+    assert counts.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("#1: started")
+    assert lines[1].endswith("#2: started except the engine: no engine")
+    assert lines[2:] == [
+        "2 of 2 launchers accepted",
+        "1 of 2 launchers started",
+        "1 of 2 launchers started except the engine",
+        "0 of 2 launchers not started",
+        "0 of 2 launchers refused",
+    ]

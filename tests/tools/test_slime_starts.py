@@ -10,6 +10,7 @@ import pytest
 from tools.slime_counts import start as starts
 from tools.slime_counts.launches import Launch
 from tools.slime_counts.stand_ins import MODEL_TYPES, model_type, write_model
+from tools.slime_counts.start import FAILED, STARTED, TRAINER_ONLY, Start
 
 LAUNCH = (
     "--num-layers 36 --hidden-size 2560 --swiglu --hf-checkpoint /root/Qwen3-4B/ "
@@ -59,7 +60,58 @@ def test_files_are_those_of_the_stand_in(small: dict[str, list[str]], tmp_path: 
 
 def test_a_launch_without_a_stand_in_is_named(tmp_path: Path):
     launch = Launch("scripts/run.sh", ("--hf-checkpoint", "/root/unheard-of"))
-    assert "no type of the model unheard-of" in starts.start(launch, tmp_path, tmp_path / "a")
+    result = starts.start(launch, tmp_path, tmp_path / "a")
+    assert result == Start(FAILED, "no stand-in: no type of the model unheard-of")
+
+
+class Runs:
+    """Stand-in of `rlpipe train`: fails with the error of a run's output file, if there is one."""
+
+    def __init__(self, **errors: str) -> None:
+        self.errors = errors
+        self.words: dict[str, list[str]] = {}
+
+    def __call__(self, words, folder, checkout, python_path, output, run="") -> str:
+        self.words[output] = words
+        return self.errors.get(Path(output).stem, "")
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs = Runs()
+    monkeypatch.setattr(starts, "_train", runs)
+    monkeypatch.setattr(starts, "write_model", lambda *_: None)
+    return runs
+
+
+def test_only_launches_that_did_not_pass_are_started_again(runs: Runs, tmp_path: Path):
+    launch = Launch("scripts/run.sh", tuple(LAUNCH.split()))
+    runs.errors["output"] = "exit code 1"
+    assert starts.start(launch, tmp_path, tmp_path / "a") == Start(FAILED, "exit code 1")
+    runs.errors.clear()
+    assert starts.start(launch, tmp_path, tmp_path / "a") == Start(STARTED)
+    runs.errors["output"] = "not started again"
+    assert starts.start(launch, tmp_path, tmp_path / "a") == Start(STARTED)
+
+
+def test_a_type_that_sglang_cannot_serve_trains_on_rollouts_of_another(runs: Runs, tmp_path: Path):
+    words = LAUNCH.replace("Qwen3-4B", "MiniMax-M2").split()
+    runs.errors["output"] = "SGLang cannot serve this model type on CPUs"
+    result = starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a")
+    assert result == Start(TRAINER_ONLY, "SGLang cannot serve this model type on CPUs")
+    sampling = starts._flags(tuple(runs.words["rollouts.txt"]))
+    assert sampling["hf_checkpoint"] == [str(tmp_path / "models" / "qwen3")]
+    assert sampling["debug_rollout_only"] == []
+    training = starts._flags(tuple(runs.words["training.txt"]))
+    assert training["hf_checkpoint"] == [str(tmp_path / "models" / "minimax_m2")]
+    assert training["load_debug_rollout_data"] == ["a-rollouts"]
+    assert training["save"] == sampling["save"]
+
+
+def test_a_model_with_own_code_is_trusted(runs: Runs, tmp_path: Path):
+    words = LAUNCH.replace("Qwen3-4B", "MiMo-7B").split()
+    assert starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a") == Start(STARTED)
+    assert runs.words["output.txt"][-1] == "model.source.trust_remote_code=true"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +136,7 @@ def test_the_type_of_a_model_is_known_by_its_name(name: str, kind: str):
     assert model_type(name) == kind
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3", "qwen3_next", "mimo"])
 def test_a_stand_in_has_two_layers_of_its_type(tmp_path: Path, kind: str):
     write_model(kind, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

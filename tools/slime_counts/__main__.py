@@ -4,7 +4,8 @@
 
 Accepted means that `rlpipe train` with the words of the launch, unchanged, has a configuration.
 With `--start`, each accepted launch also trains two iterations of a small model of its type
-(`tools.slime_counts.start`); FOLDER has a folder for each with its output.
+(`tools.slime_counts.start`); FOLDER has a folder for each with its output and result. The same
+command again tries those that did not pass.
 The current folder is the checkout, as in the launches. `git clone https://github.com/THUDM/slime`
 makes one; the counts in rlpipe/slime/README.md name their commit.
 """
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +27,11 @@ from rlpipe.slime.command_line import read_flags
 from tools.command import parsers
 from tools.command.run_words import apply_flags, read_words
 from tools.slime_counts.launches import Launch, launchers, scripts
-from tools.slime_counts.start import start
+from tools.slime_counts.start import FAILED, STARTED, TRAINER_ONLY, Start, start
+
+ACCEPTED = "accepted"
+REFUSED = "refused"
+OUTCOMES = (STARTED, TRAINER_ONLY, FAILED, REFUSED)
 
 
 def main() -> int:
@@ -52,23 +58,21 @@ def main() -> int:
 
 
 def _count(launches: list[Launch], kind: str, checkout: Path, folder: Path | None) -> int:
-    """Print the result of each launch and the counts; return the number that failed."""
-    accepted = started = 0
+    """Print the result of each launch and a table; return the number that failed."""
+    results: Counter[str] = Counter()
     for launch in launches:
         problem = launch.problem or refusal(launch.words)
-        accepted += not problem
-        result = "accepted"
+        result = Start(REFUSED if problem else ACCEPTED, problem)
         if not problem and folder is not None:
-            problem = start(
-                launch, checkout, folder / re.sub(r"[^A-Za-z0-9_.-]+", "-", launch.name)
-            )
-            started += not problem
-            result = "started"
-        print(f"{launch.name}: {' '.join(problem.split()) or result}", flush=True)
-    print(f"{accepted} of {len(launches)} {kind} accepted")
-    if folder is not None:
-        print(f"{started} of {len(launches)} {kind} started")
-    return len(launches) - (accepted if folder is None else started)
+            name = re.sub(r"[^A-Za-z0-9_.-]+", "-", launch.name)
+            result = start(launch, checkout, folder / name)
+        results[result.outcome] += 1
+        problem = " ".join(result.problem.split())
+        print(f"{launch.name}: {result.outcome}{problem and f': {problem}'}", flush=True)
+    print(f"{len(launches) - results[REFUSED]} of {len(launches)} {kind} accepted")
+    for outcome in OUTCOMES if folder is not None else ():
+        print(f"{results[outcome]} of {len(launches)} {kind} {outcome}")
+    return results[REFUSED] + results[FAILED]
 
 
 def _launches(kind: str, checkout: Path, scratch: Path) -> Iterator[Launch]:

@@ -1,22 +1,27 @@
 """Start a launch of slime with two iterations of a small model.
 
-    start(launch, checkout, folder)      "" if both iterations end, else the error
+    start(launch, checkout, folder)      the result of the launch, also in folder/result.json
 
 The words of the launch stay as they are, except sizes and names of this machine: the model is a
 stand-in of its type, prompts are stand-ins with the columns that the launch names, there is one
-trainer rank and one engine, and batches and responses are short (`small_words`).
+trainer rank and one engine, and batches and responses are short (`small_words`). A model type that
+SGLang cannot serve on CPUs trains there on the rollouts that another type has sampled with the same
+words. A launch that has passed in `folder` is not started again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
 
+from rlpipe.engines.sglang.served_models import CPU_PROBLEMS, OWN_CODE
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
 from tools.slime_counts.launches import Launch
@@ -24,6 +29,11 @@ from tools.slime_counts.stand_ins import model_type, write_model, write_rows
 
 TIMEOUT_S = 600.0
 GRACE_S = 60.0
+STARTED = "started"
+TRAINER_ONLY = "started except the engine"
+FAILED = "not started"
+SAMPLER = "qwen3"
+"""Model type that samples for a type that SGLang cannot serve here."""
 SIZES = {
     "num_rollout": 2,
     "rollout_batch_size": 2,
@@ -100,40 +110,81 @@ FOLDERS = ("load", "save", "critic_load", "critic_save", "update_weight_disk_dir
 MODELS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
 
 
-def start(launch: Launch, checkout: Path, folder: Path) -> str:
-    """Train two iterations of a launch in a new `folder`; return the error, or "".
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Result of a launch. `problem`: the error if it did not start, or why the engine did not."""
+
+    outcome: str
+    problem: str = ""
+
+
+def start(launch: Launch, checkout: Path, folder: Path) -> Start:
+    """Train two iterations of a launch in `folder`, unless it passed there before.
 
     The output is in `output.txt`. Launches in one parent folder share their home, so that one
     Prefect server serves them all.
     """
+    kept = folder / "result.json"
+    if kept.is_file() and (before := Start(**json.loads(kept.read_text()))).outcome != FAILED:
+        return before
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder.parent / "home" / folder.name, ignore_errors=True)
     folder.mkdir(parents=True)
+    result = _start(launch, checkout, folder)
+    kept.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return result
+
+
+def _start(launch: Launch, checkout: Path, folder: Path) -> Start:
     try:
         words = small_words(launch.words, folder)
     except (KeyError, ValueError) as error:
-        return f"no stand-in: {error}"
+        return Start(FAILED, f"no stand-in: {error}")
     script = checkout / launch.name.partition("#")[0]
     paths = [str(checkout), str(script.parent), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "rlpipe", "train", *words, "--run", folder.name]
-    (folder / "words.json").write_text(json.dumps(command), encoding="utf-8")
-    output = folder / "output.txt"
-    with output.open("w", encoding="utf-8") as file:
+    python_path = os.pathsep.join(filter(None, paths))
+    kind = Path(_flags(tuple(words))["hf_checkpoint"][0]).name
+    if kind in OWN_CODE:
+        words.append("model.source.trust_remote_code=true")
+    problem = _train(words, folder, checkout, python_path, "output.txt")
+    if not problem or kind not in CPU_PROBLEMS:
+        return Start(FAILED if problem else STARTED, problem)
+    sampling = sampling_words(words, folder)
+    rollouts = f"{folder.name}-rollouts"
+    problem_of_rollouts = _train(sampling, folder, checkout, python_path, "rollouts.txt", rollouts)
+    if problem_of_rollouts:
+        return Start(FAILED, f"rollouts of {SAMPLER}: {problem_of_rollouts}")
+    training = [*words, "--load-debug-rollout-data", rollouts]
+    if failure := _train(training, folder, checkout, python_path, "training.txt"):
+        return Start(FAILED, failure)
+    return Start(TRAINER_ONLY, problem)
+
+
+def _train(
+    words: list[str], folder: Path, checkout: Path, python_path: str, output: str, run: str = ""
+) -> str:
+    """Run `rlpipe train` with its output in `output`; return the error, or ""."""
+    command = [sys.executable, "-m", "rlpipe", "train", *words, "--run", run or folder.name]
+    file = folder / output
+    file.with_suffix(".json").write_text(json.dumps(command), encoding="utf-8")
+    with file.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command,
             cwd=checkout,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "PYTHONPATH": python_path,
                 "RLPIPE_HOME": str(folder.parent / "home"),
             },
-            stdout=file,
+            stdout=stream,
             stderr=subprocess.STDOUT,
         )
     try:
         code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         _end(process)
-        return f"did not end within {TIMEOUT_S:g} s ({output})"
-    return "" if code == 0 else f"exit code {code}: {_last_error(output)}"
+        return f"did not end within {TIMEOUT_S:g} s ({file})"
+    return "" if code == 0 else f"exit code {code}: {_last_error(file)}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -180,6 +231,20 @@ def small_words(words: tuple[str, ...], folder: Path) -> list[str]:
     for name in FOLDERS:
         if name in flags:
             flags[name] = [str(folder / name.removeprefix("critic_").replace("load", "save"))]
+    return _words(flags)
+
+
+def sampling_words(words: list[str], folder: Path) -> list[str]:
+    """Return the words of a run that only samples, with a model that SGLang serves on CPUs."""
+    flags = _flags(tuple(words))
+    directory = _stand_in(SAMPLER, folder)
+    for flag in MODELS:
+        if flag in flags:
+            flags[flag] = [directory]
+    return [*_words(flags), "--debug-rollout-only"]
+
+
+def _words(flags: dict[str, list[str]]) -> list[str]:
     return [
         word for name, values in flags.items() for word in (f"--{name.replace('_', '-')}", *values)
     ]
@@ -210,12 +275,18 @@ def _use_models(flags: dict[str, list[str]], folder: Path) -> None:
     kind = model_type(flags["hf_checkpoint"][0].rstrip("/").rpartition("/")[2])
     if kind is None:
         raise ValueError(f"no type of the model {name}")
+    directory = _stand_in(kind, folder)
+    for flag in MODELS:
+        if flag in flags:
+            flags[flag] = [directory]
+
+
+def _stand_in(kind: str, folder: Path) -> str:
+    """Return the directory of a small model, which all launches of a parent folder share."""
     directory = folder.parent / "models" / kind
     if not (directory / "config.json").is_file():
         write_model(kind, directory)
-    for flag in MODELS:
-        if flag in flags:
-            flags[flag] = [str(directory)]
+    return str(directory)
 
 
 def _use_rows(flags: dict[str, list[str]], folder: Path, *, needs_answers: bool) -> None:
