@@ -233,6 +233,8 @@ async def _open_run(
         cluster = await open_cluster(
             config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root
         )
+        if cluster.memory is not None and not epoch.joined:
+            progress.say(f"{config.run}: {cluster.memory}")
         if not epoch.joined:
             ray = local_ray.address()
             write_run(home, config.run, _run_file(home, config, epoch, ray=ray))

@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.drivers import Driver
 from rlpipe.actors.engines.fleet import Weights
+from rlpipe.actors.gpu_memory import fitted, smallest_gpu_bytes
 from rlpipe.actors.ray import named
 from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.calls import call, call_or_kill, kill_actors
@@ -118,12 +119,20 @@ class Cluster(_DriverHandle):
     """
 
     def __init__(
-        self, driver: Driver, conductor: ActorHandle, generator: ActorHandle, config: RunConfig
+        self,
+        driver: Driver,
+        conductor: ActorHandle,
+        generator: ActorHandle,
+        config: RunConfig,
+        *,
+        memory: str | None = None,
     ) -> None:
+        """`memory`: as `Fitted.line`."""
         super().__init__(driver, conductor)
         self.has_engines = config.needs_engines
         self.shares_gpus = config.resources.colocate
         self._config = config
+        self.memory = memory
         # A switch waits for the call that uses the trainer, then releases and allocates memory.
         self._switch_s = config.train.timeout_s + 2 * config.resources.start_timeout_s
         self.trainer = RemoteTrainer(driver, conductor)
@@ -185,13 +194,16 @@ async def open_cluster(
     await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
+    timeout_s = config.resources.start_timeout_s
+    gpu_bytes = await asyncio.to_thread(smallest_gpu_bytes, timeout_s)
+    config, memory = await asyncio.to_thread(fitted, config, model_dir, gpu_bytes)
     spec = ClusterSpec(config, str(home), model_dir, store_root)
     try:
         conductor = await _open_conductor(driver, spec)
     except ActorLost:  # its idle watch ended it at this moment
         conductor = await _open_conductor(driver, spec)
     generator = ray.get_actor("generator", namespace=namespace)
-    return Cluster(driver, conductor, generator, config)
+    return Cluster(driver, conductor, generator, config, memory=memory)
 
 
 async def _open_conductor(driver: Driver, spec: ClusterSpec) -> ActorHandle:

@@ -87,7 +87,9 @@ class Conductor:
             self._idle_watch.watch(spec, driver.epoch)
             self._state.generator = await asyncio.to_thread(actors.generator)
             await self._find_ranks(actors, spec.config)
-            if self._state.sharing.active:
+            resources = spec.config.resources
+            alternate = resources.trainer_sleeps or resources.engines_sleep
+            if self._state.sharing.active and alternate:
                 await self._open_on_shared_gpus(driver, spec)
                 return
             try:

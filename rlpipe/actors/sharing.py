@@ -129,6 +129,16 @@ class GpuSharing:
             return True
         return self.now is not None and not self.memory(self.now).trainer
 
+    @property
+    def _unchanging(self) -> bool:
+        """True if both sides have all of their memory in every phase, and have it already.
+
+        A call to the trainer would only return its cached memory to the GPU.
+        """
+        resources = self._resources
+        assert resources is not None
+        return self.switches > 0 and not (resources.trainer_sleeps or resources.engines_sleep)
+
     def memory(self, phase: Phase) -> PhaseMemory:
         """Return the parts in GPU memory during a phase.
 
@@ -175,7 +185,7 @@ class GpuSharing:
             await engines.release_memory(wanted.engines)
         # `occupy` both releases and allocates, so it runs between the two calls of the engines.
         reports: list[dict[str, float]] = []
-        if trainer is not None:
+        if trainer is not None and not self._unchanging:
             deadline_s = self._resources.start_timeout_s
             reports = await trainer.occupy(wanted.trainer, deadline_s=deadline_s)
         if engines is not None:

@@ -145,16 +145,19 @@ class ResourcesConfig(Config):
     instead."""
     colocate: bool = Tuning(False)
     """Trainer and engines alternate on the same GPUs. Engine j uses the GPUs of the ranks from
-    j × rollout_num_gpus_per_engine. GPUs beyond the trainer's belong to engines alone. The idle
-    side moves its memory off the GPU. Not with async_buffer_size, nor with sync.in_flight:
-    in_place. CUDA and NCCL keep some memory, so engine.sglang.mem_fraction_static is 0.8 unless
-    given. It is 0.4 if one side does not move its memory."""
+    j × rollout_num_gpus_per_engine. GPUs beyond the trainer's belong to engines alone. Where
+    memory does not suffice for both, the idle side moves its memory off the GPU. Not with
+    async_buffer_size, nor with sync.in_flight: in_place. CUDA and NCCL keep some memory, so
+    engine.sglang.mem_fraction_static is 0.8 unless given. If the trainer stays in memory, the
+    engines' cache is limited (`max_total_tokens`) to what remains."""
     offload_train: bool | None = Tuning(None)
     """With `colocate`: move the trainer's weights and optimizer state to pinned CPU memory while
-    engines sample. None: yes."""
+    engines sample. None: only if the sizes of model, layout, requests and GPU require it
+    (`rlpipe.actors.gpu_memory`); the start of a run says so."""
     offload_rollout: bool | None = Tuning(None)
     """With `colocate`: engines release weights, cache and CUDA graphs while the trainer works.
-    None: yes. If both offload keys are false, everything must fit on the GPU at once."""
+    None: decided as offload_train. If both offload keys are false, everything must fit on the GPU
+    at once."""
     cluster: Name | None = Tuning(None)
     """Name of the set of actors. Runs with the same cluster name use its actors one run after
     another. None: the run's own name."""
@@ -313,7 +316,8 @@ class EngineConfig(Config):
     directly to the engines that it lists."""
     server_concurrency: int = Tuning(default=512, ge=1)
     """Requests in flight per engine. An engine on GPUs of 60 GiB or more builds CUDA graphs of
-    decoding for this number (`cuda_graph_max_bs_decode`, unless `engine.sglang` sets it)."""
+    decoding up to this number, or to the number of samples that a run has in flight
+    (`cuda_graph_bs_decode`, unless `engine.sglang` sets it)."""
     request_timeout_s: float = Tuning(default=600.0, gt=0)
     """Deadline of one generation request."""
     rollout_health_check_interval: float = Tuning(default=30.0, gt=0)

@@ -112,6 +112,20 @@ async def test_without_offloading_a_side_keeps_all_parts_in_every_phase():
     assert recorder.engines == set(ENGINE_PARTS)
 
 
+async def test_if_both_sides_stay_only_the_first_phase_sets_memory():
+    recorder = Recorder()
+    stay = ResourcesConfig(colocate=True, offload_train=False, offload_rollout=False)
+    sharing = shared(recorder, stay)
+    recorder.trainer = {"weights"}  # as another run of the cluster left it
+    await sharing.enter("train", recorder, recorder)
+    assert (recorder.trainer, recorder.engines) == (set(TRAINER_PARTS), set(ENGINE_PARTS))
+    recorder.order.clear()
+    for phase in ("push", "sample", "score", "train"):
+        await sharing.enter(phase, recorder, recorder)
+    assert "trainer" not in recorder.order
+    assert sharing.switches == 5
+
+
 async def test_a_phase_entered_again_sets_the_memory_of_new_processes_and_is_logged_once(
     tmp_path: Path,
 ):

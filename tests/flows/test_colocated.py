@@ -47,7 +47,7 @@ rollout: {rollout_batch_size: 8, n_samples_per_prompt: 8, rollout_max_response_l
 reward: {function: {type: python, path: "%(reward)s"}}
 train: {optimizer: {lr: 1.0e-6}, max_tokens_per_gpu: 16384}
 checkpoint: {save_interval: 1000}
-resources: {colocate: true, start_timeout_s: 900}
+resources: {colocate: true, offload_train: true, offload_rollout: true, start_timeout_s: 900}
 engine:
   sglang:
     mem_fraction_static: 0.7

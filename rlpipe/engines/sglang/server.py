@@ -304,13 +304,13 @@ def _decode_graphs(config: EngineConfig) -> dict[str, object]:
     if (
         concurrency <= SGLANG_GRAPH_BATCH
         or "speculative_algorithm" in config.sglang
-        or (_gpu_mib() or 0) < LARGE_GPU_MIB
+        or (smallest_gpu_mib() or 0) < LARGE_GPU_MIB
     ):
         return {}
     return {"cuda_graph_max_bs_decode": concurrency}
 
 
-def _gpu_mib() -> int | None:
+def smallest_gpu_mib() -> int | None:
     """Return the memory of this machine's smallest GPU in MiB; None without nvidia-smi."""
     # torch would create a CUDA context, which takes GPU memory.
     program = shutil.which("nvidia-smi")
