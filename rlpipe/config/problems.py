@@ -187,7 +187,8 @@ def _similar_keys(name: str, model: type[BaseModel] | None, section: str) -> lis
     # A key in the wrong section is as common as a typing error.
     prefix = f"{section}." if section else ""
     siblings = [prefix + sibling for sibling in nearest(name, model.model_fields)]
-    elsewhere = [dotted for dotted in all_keys() if dotted.rpartition(".")[2] == name]
+    # Variants of a section share keys, which `all_keys` yields once for each.
+    elsewhere = dict.fromkeys(key for key in all_keys() if key.rpartition(".")[2] == name)
     if siblings or elsewhere:
         return [*siblings, *elsewhere][:4]
     return [f"one of {', '.join(model.model_fields)}"]

@@ -101,6 +101,11 @@ def test_the_error_of_a_misplaced_key_names_the_section_that_has_it(recipe):
         == "train.optimizer.clip_grad; or critic.optimizer.clip_grad"
     )
     assert refused(recipe, "rollout_batch_size=1").expected == "rollout.rollout_batch_size"
+    # Several variants of reward.function have this key.
+    assert (
+        refused(recipe, "reward.reward_key=score").expected
+        == "reward.function.reward_key; or evaluation.datasets.reward.function.reward_key"
+    )
 
 
 def test_keys_inside_a_variant_are_named_without_the_variants_tag(recipe):
