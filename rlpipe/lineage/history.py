@@ -62,7 +62,8 @@ class HistoryReader:
             self._records.append(self._record(commit))
             self._find_evaluations(len(self._commits))
         evaluations = [evaluation for evaluation, _ in self._evaluations.values()]
-        done = len(self._records)
+        # A fork counts its iterations from iteration 0 of its parent.
+        done = self._commits[-1].iteration + 1 if self._commits else self._first_iteration()
         timing = _timing(self._directory)
         return RunHistory(
             run=config.run,

@@ -223,6 +223,17 @@ def test_the_history_of_a_fork_has_only_its_own_iterations(tmp_path: Path):
     assert reader.read().evaluations == [Evaluation(3, "held", 0.5, 1)]
 
 
+def test_a_fork_is_finished_after_the_last_iteration_in_its_parents_numbers(tmp_path: Path):
+    root = Written(tmp_path)
+    root.iterate(0)
+    root.iterate(1)
+    fork = Written(tmp_path, "fork", parent=commit_name("run", 1))
+    reader = fork.reader()
+    assert reader.read().status == "2 of 3 iterations"
+    fork.iterate(2)
+    assert reader.read().status == "finished"
+
+
 def test_the_first_evaluation_of_a_fork_is_of_its_first_weights(tmp_path: Path):
     root = Written(tmp_path)
     root.evaluate(0.125)
