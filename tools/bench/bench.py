@@ -115,7 +115,6 @@ def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:
         },
         "reward": {"function": {"type": "random"}},
         "train": {"max_tokens_per_gpu": shape.micro_batch_tokens, "optimizer": {"lr": 1e-6}},
-        "engine": {"sglang": {"mem_fraction_static": 0.5} if cuda else {}},
         "checkpoint": {"save_interval": 1_000_000},
         "observe": {"tensorboard": False},
     }

@@ -17,6 +17,9 @@ from tools.bench.bench import Bench
 
 FIRST_WEIGHTS = WeightVersion(branch="bench", version=0, digest="made").stamp()
 
+GPU_DEFAULTS = {"mem_fraction_static": 0.5}
+"""Engines leave memory for the other side of a comparison on the same GPU."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -52,8 +55,9 @@ def serving(
     logs = bench.home / "logs"
     size = config.resources.rollout_num_gpus_per_engine
 
+    defaults = {**(GPU_DEFAULTS if bench.on_gpus else {}), **(more or {})}
     engine = config.engine.model_copy(
-        update={"sglang": {**(more or {}), **config.engine.sglang, **(over or {})}}
+        update={"sglang": {**defaults, **config.engine.sglang, **(over or {})}}
     )
 
     def devices(number: int) -> list[str] | None:
