@@ -241,7 +241,7 @@ def sizes_of(
         activations=_activations(config, _text_model(model), layer, longest),
         engine_weights=2 * parameters.total // config.resources.rollout_num_gpus_per_engine,
         cache_token=cache_token,
-        wanted_tokens=requests_per_engine(config) * longest,
+        wanted_tokens=_wanted_tokens(config, longest),
     )
 
 
@@ -301,6 +301,14 @@ def cache_bytes_per_token(model: Mapping[str, Any], tensor_parallel: int) -> int
         return None
     _, kv_heads, head = attention
     return 2 * 2 * layers * max(kv_heads // tensor_parallel, 1) * head
+
+
+def _wanted_tokens(config: RunConfig, longest: int) -> int:
+    """Return the tokens of an engine's requests at full length. A group's prompt is cached once."""
+    requests = requests_per_engine(config)
+    groups = -(-requests // config.rollout.n_samples_per_prompt)
+    prompt = min(config.data.rollout_max_prompt_len or UNKNOWN_PROMPT_TOKENS, longest)
+    return groups * prompt + requests * (longest - prompt)
 
 
 def longest_sample(config: RunConfig, model: Mapping[str, Any]) -> int:

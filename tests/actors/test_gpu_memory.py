@@ -269,7 +269,10 @@ def test_actors_get_the_decision_and_the_run_keeps_its_configuration(model_dir: 
     assert config.model_dump() == before
     assert not (actors.resources.trainer_sleeps or actors.resources.engines_sleep)
     sglang = actors.engine.sglang
-    assert (sglang["mem_fraction_static"], sglang["max_total_tokens"]) == (0.9, 256 * 640 * 5 // 4)
+    assert (sglang["mem_fraction_static"], sglang["max_total_tokens"]) == (
+        0.9,
+        (32 * 128 + 256 * 512) * 5 // 4,
+    )
     assert sglang["cuda_graph_bs_decode"] == graph_sizes(256)
     assert line is not None and line.startswith("GPU memory 79.6 GiB: trainer 0.0 + ")
     assert line.endswith("the trainer stays, engines stay")
