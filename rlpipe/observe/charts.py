@@ -311,7 +311,9 @@ def _iteration_marks(left: float, right: float, *, most: int = 8) -> list[float]
         return [left]
     power = 10 ** math.floor(math.log10(right - left))
     steps = (power * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10))
-    step = max(1.0, next(step for step in steps if (right - left) / step <= min(most, 8)))
+    # Iterations are whole numbers: a label of 22.5 would read 22.
+    whole = (step for step in steps if step == int(step) > 0)
+    step = next(step for step in whole if (right - left) / step <= min(most, 8))
     return [index * step for index in range(math.ceil(left / step), math.floor(right / step) + 1)]
 
 

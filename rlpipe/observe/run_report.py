@@ -124,8 +124,11 @@ def _change(scores: Sequence[Score], measure: str) -> str:
 
 def _from_to(before: str, after: str, gain: float) -> str:
     worse = " worse" if gain < 0 else " same" if gain == 0 else ""
+    # Long figures are drawn smaller, so that they stay beside the chart.
+    characters = len(f"{before}→{after}")
     return (
-        f'<div class="big"><span class="from">{before}</span><span class="arrow">→</span>'
+        f'<div class="big" style="--characters: {characters}">'
+        f'<span class="from">{before}</span><span class="arrow">→</span>'
         f'<span class="to{worse}">{after}</span></div>'
     )
 

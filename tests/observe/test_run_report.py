@@ -104,6 +104,17 @@ def test_a_run_without_evaluations_shows_its_reward():
     assert "mean reward of the first and the last iteration" in text
 
 
+def test_the_marks_of_a_short_run_are_whole_iterations():
+    history = RunHistory("r", evaluations=[Evaluation(k, "a", 0.5, 10) for k in (20, 40)])
+    assert re.findall(r'text-anchor="middle">([^<]*)<', render(history)) == [
+        "20",
+        "25",
+        "30",
+        "35",
+        "40",
+    ]
+
+
 def test_a_run_without_iterations_has_a_page():
     text = outline(render(RunHistory("empty", status="failed"))).text
     assert "failed" in text
