@@ -81,6 +81,8 @@ class RolloutResources:
     reply_format: ReplyFormat | None = None
     """Format of tool calls and reasoning in an agent's conversations. None: no calls are read."""
     gateway_ports: GatewayPorts = field(default_factory=GatewayPorts)
+    function_metadata: dict[str, Any] = field(default_factory=dict)
+    """Values that a rollout function keeps in its data source."""
 
     @classmethod
     def load(
@@ -246,6 +248,7 @@ async def open_rollout_function(
             iteration=context.iteration,
             timeout_s=rollout.timeout_s,
             reward=resources.config.reward,
+            metadata=resources.function_metadata,
         )
 
 

@@ -4,7 +4,7 @@
 
 This is slime's `--rollout-function-path`. `data_source.get_samples(n)` returns the next n groups of
 the plan as lists of samples with prompt tokens; `data_source.add_samples(groups)` takes groups that
-are not for this batch. The function returns
+are not for this batch, or that the function made (`data_source_view`). The function returns
 
 - a list of groups (a rollout that fanned out is a list in its place),
 - an object with `.samples` (and `.metrics`), or slime's pair of either and the aborted samples,
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -33,11 +32,11 @@ from rlpipe.config.data import RewardConfig
 from rlpipe.config.hooks import ROLLOUT_NAMES, check_call, load_hook
 from rlpipe.errors import DeadlineExceeded, HookError
 from rlpipe.rollout.generate import FINISHED
-from rlpipe.rollout.hooks.generate_function import call_hook, rollout_of, session_id
+from rlpipe.rollout.hooks.data_source_view import DataSourceView
+from rlpipe.rollout.hooks.generate_function import call_hook
 from rlpipe.rollout.hooks.journal import Journal
 from rlpipe.rollout.hooks.sample_checks import Limits, checked_rows
 from rlpipe.rollout.hooks.sample_rewards import score_with_sample_functions
-from rlpipe.rollout.planner import unsampled_group
 from rlpipe.rollout.rollout_result import (
     RolloutProgress,
     RolloutResult,
@@ -61,68 +60,6 @@ def load_rollout_function(
     return function
 
 
-class DataSourceView:
-    """The `data_source` of a rollout function: the groups of a plan, part after part.
-
-    Used from one thread at a time.
-    """
-
-    def __init__(
-        self,
-        parts: list[PlanPart],
-        next_part: Callable[[PlanPart], PlanPart] | None,
-        finished: Groups,
-        earlier: Groups,
-    ) -> None:
-        """`finished` groups are not handed out; `earlier` groups continue from their tokens."""
-        self.parts = parts
-        self.handed_out: dict[str, tuple[PlanPart, PlannedGroup]] = {}
-        self.added: list[Any] = []
-        self._next_part = next_part
-        self._earlier = earlier
-        self._lock = threading.Lock()
-        self._waiting = [
-            (part, group)
-            for part in parts
-            for group in part.plan.groups
-            if group.group_id not in finished
-        ]
-
-    def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next groups. Raises: HookError if the data source has fewer groups."""
-        with self._lock:
-            while len(self._waiting) < num_samples:
-                if self._next_part is None:
-                    raise HookError(
-                        "the data source has no more groups",
-                        where="get_samples",
-                        found=f"{num_samples} groups requested",
-                        expected=f"at most {len(self._waiting)} more",
-                    )
-                part = self._next_part(self.parts[-1])
-                self.parts.append(part)
-                self._waiting += [(part, group) for group in part.plan.groups]
-            taken = self._waiting[:num_samples]
-            self._waiting = self._waiting[num_samples:]
-            self.handed_out |= {group.group_id: (part, group) for part, group in taken}
-            return [self._samples(group) for _, group in taken]
-
-    def add_samples(self, samples: Sequence[Any]) -> None:
-        """Keep groups in the buffer for a later rollout."""
-        with self._lock:
-            self.added += list(samples)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def _samples(self, group: PlannedGroup) -> list[Sample]:
-        samples = self._earlier.get(group.group_id) or unsampled_group(group)
-        for sample in samples:
-            sample.rollout_id = rollout_of(sample)
-            sample.session_id = session_id(group, sample.rollout_id)
-        return samples
-
-
 class RolloutFunction:
     """One attempt at a rollout with a user function."""
 
@@ -137,9 +74,11 @@ class RolloutFunction:
         iteration: int,
         timeout_s: float,
         reward: RewardConfig,
+        metadata: dict[str, Any] | None = None,
     ) -> None:
         """`iteration` is the function's `rollout_id`; in an evaluation it is the weight version.
-        `reward` has the deadlines for the reward functions of samples."""
+        `reward` has the deadlines for the reward functions of samples. `metadata`: values of the
+        function, which several rollouts share."""
         self.function = function
         self.path = path
         self.args = args
@@ -148,6 +87,7 @@ class RolloutFunction:
         self.iteration = iteration
         self.timeout_s = timeout_s
         self.reward = reward
+        self.metadata = {} if metadata is None else metadata
 
     async def train(
         self,
@@ -164,7 +104,7 @@ class RolloutFunction:
         """
         start_s = time.monotonic()
         adopted, earlier = await _rows_so_far(parts, rows, partial=partial)
-        view = DataSourceView(parts, next_part, adopted, earlier)
+        view = DataSourceView(parts, next_part, adopted, earlier, self.metadata)
         # Copied: the function changes the samples of `earlier` in place.
         before = {
             key: {row.index: copy.deepcopy(row) for row in group} for key, group in earlier.items()
@@ -174,8 +114,12 @@ class RolloutFunction:
         # With a full batch from an earlier attempt, only the result has to be built.
         if len(adopted) < batch_size:
             answer = await self._call(view, evaluation=False)
-            returned = self._read(_groups_of(answer), view, before)
-            added = self._read(view.added, view, before)
+            groups = _groups_of(answer)
+            view.claim(groups)
+            returned = self._read(groups, view, before)
+            added = self._read([*view.added, *view.made], view, before)
+            if view.claimed:
+                _make_log_probs_equal([*returned.values(), *added.values()])
             await self._score(returned)
         self._check(returned, adopted, added, batch_size)
         finished = {key: group for key, group in added.items() if _is_finished(group)}
@@ -192,7 +136,7 @@ class RolloutFunction:
         """Call the function for a held-out set and write the rows. Raises: HookError;
         DeadlineExceeded."""
         start_s = time.monotonic()
-        view = DataSourceView([part], None, {}, {})
+        view = DataSourceView([part], None, {}, {}, self.metadata)
         answer = await self._call(view, evaluation=True)
         data = getattr(answer, "data", answer)
         if isinstance(data, dict):
@@ -353,6 +297,16 @@ async def _rows_so_far(
             group_ids = [group.group_id for group in part.plan.groups if group.earlier == digest]
             earlier |= await asyncio.to_thread(rows.earlier, digest, group_ids)
     return adopted, earlier
+
+
+def _make_log_probs_equal(groups: Sequence[Sequence[Sample]]) -> None:
+    """Remove the engines' log-probs if a sample has none: a batch has them all, or is scored by the
+    trainer alone. A service that renders messages again has tokens that no engine sampled.
+    """
+    rows = [row for group in groups for row in group]
+    if any(row.rollout_log_probs is None for row in rows):
+        for row in rows:
+            row.rollout_log_probs = None
 
 
 async def _write(view: DataSourceView, rows: Rows, groups: Groups, *, cut: bool = False) -> None:
