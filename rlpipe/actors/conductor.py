@@ -87,9 +87,7 @@ class Conductor:
             self._idle_watch.watch(spec, driver.epoch)
             self._state.generator = await asyncio.to_thread(actors.generator)
             await self._find_ranks(actors, spec.config)
-            resources = spec.config.resources
-            alternate = resources.trainer_sleeps or resources.engines_sleep
-            if self._state.sharing.active and alternate:
+            if self._state.sharing.active and not _start_together(spec.config.resources):
                 await self._open_on_shared_gpus(driver, spec)
                 return
             try:
@@ -412,3 +410,12 @@ class Conductor:
         # At a start the generator still imports its packages: over a minute on a busy machine.
         deadline_s = self._state.config.resources.start_timeout_s
         await call(connect, where="generator.connect", deadline_s=deadline_s)
+
+
+def _start_together(resources: ResourcesConfig) -> bool:
+    """True if engines and trainer on the same GPUs may start at the same time.
+
+    SGLang refuses GPUs of one engine with different free memory, as they are while ranks start.
+    """
+    stay = not (resources.trainer_sleeps or resources.engines_sleep)
+    return stay and resources.rollout_num_gpus_per_engine == 1
