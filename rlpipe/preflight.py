@@ -312,7 +312,7 @@ def _check_trainer(config: RunConfig, directory: Path) -> None:
 def _check_algorithm_functions(config: RunConfig) -> None:
     """Load the user functions of advantages and losses, if any. Raises: ConfigError."""
     parts = (config.advantage, config.train.loss)
-    if any(value and name.startswith("custom_") for part in parts for name, value in part):
+    if any(part.hooks for part in parts):
         # Imports torch, for more than a second. Most runs have no such function.
         from rlpipe.algorithms.custom import check
 
