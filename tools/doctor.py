@@ -37,6 +37,7 @@ from rlpipe.system.ports import is_free
 from rlpipe.system.project import PROJECT
 from tools.command import parsers
 from tools.local_prefect import answers, check_reachable, url_of_profile
+from tools.local_servers import NAMES, LocalServers
 from tools.piped import piped
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def lines(folder: Path, root: str, config: RunConfig | None) -> Iterator[Line]:
         limits,
         ports,
         prefect_server,
+        lambda: servers_of_up(folder),
         lambda: [store(root)],
         hugging_face,
     ]
@@ -300,6 +302,18 @@ def prefect_server() -> Iterator[Line]:
         yield _failed("Prefect server", error)
     else:
         yield Line(OK, "Prefect server", f"answers at {re.sub(r'//[^/@]*@', '//', url)}")
+
+
+def servers_of_up(folder: Path) -> Iterator[Line]:
+    """Note the servers of `rlpipe up` in this home if the shell is not connected to them."""
+    if not (folder / ".up").is_dir():
+        return
+    servers = LocalServers(folder)
+    running = [name for name in NAMES if servers.running(name)]
+    needed = servers.environment.items()
+    if running and any(os.environ.get(name) != value for name, value in needed):
+        found = f"{', '.join(running)} run; this shell does not use them"
+        yield Line(NOTE, "rlpipe up", found, f". {servers.folder / 'env'}")
 
 
 def store(root: str) -> Line:

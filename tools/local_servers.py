@@ -25,6 +25,8 @@ from tools.local_prefect import free_port
 from tools.s3_server import s3_environment
 
 BUCKET = "rlpipe"
+NAMES = ("s3", "prefect", "ray", "worker")
+"""In starting order; `down` uses the opposite order."""
 
 
 @dataclass(frozen=True)

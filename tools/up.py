@@ -39,13 +39,11 @@ from rlpipe.system import leftovers
 from tools.command import parsers
 from tools.kept_server import KeptServer
 from tools.local_prefect import SETTINGS, answers, free_port, listens
-from tools.local_servers import BUCKET, LocalServers, exclusive
+from tools.local_servers import BUCKET, NAMES, LocalServers, exclusive
 from tools.s3_server import PORTS, S3Server, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 SESSION_OPTION = "--session-dir="
-NAMES = ("s3", "prefect", "ray", "worker")
-"""In starting order; `down` uses the opposite order."""
 BEGINNING_S = 5.0
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 45.0

@@ -16,6 +16,7 @@ from rlpipe.config.load import load_run
 from rlpipe.store.objects.local import LocalBackend
 from tools import doctor
 from tools.doctor import NOT_OK, NOTE, OK, Line
+from tools.local_servers import LocalServers
 
 SMI = """#!/bin/sh
 case "$1" in
@@ -131,6 +132,22 @@ def test_a_prefect_server_that_does_not_answer_is_not_ok(monkeypatch: pytest.Mon
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     (line,) = doctor.prefect_server()
     assert line.state == NOT_OK and "prefect server start" in str(line)
+
+
+def test_running_servers_that_the_shell_does_not_use_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert list(doctor.servers_of_up(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == [], "no trace is left"
+    servers = LocalServers(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert list(doctor.servers_of_up(tmp_path)) == []
+    servers.keep("prefect", os.getpid(), [4200])
+    (line,) = doctor.servers_of_up(tmp_path)
+    assert line.state == NOTE and line.do == f". {tmp_path}/.up/env"
+    for name, value in servers.environment.items():
+        monkeypatch.setenv(name, value)
+    assert list(doctor.servers_of_up(tmp_path)) == []
 
 
 def test_a_store_must_be_writable_and_keep_the_first_object(

@@ -49,7 +49,8 @@ OUTAGE_S = 120.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 ADVICE = (
-    "check the bucket and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION"
+    "check the bucket and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
+    "(the store of `make up`: `. runs/.up/env`)"
 )
 
 
