@@ -134,8 +134,8 @@ async def drive(
             first = await stopping.run(begin(config.run, origin))
             if first:
                 progress.say(
-                    f"{config.run}: continuing after the last commit, "
-                    f"with iteration {first} of {config.num_rollout}"
+                    f"{config.run}: continuing after iteration {first - 1}; "
+                    f"{first} of {config.num_rollout} iterations are done"
                 )
             progress.begin(first)
             with Observer(

@@ -21,7 +21,7 @@ from rlpipe.config.text import dump
 from rlpipe.errors import RlpipeError
 from rlpipe.preflight import check
 from tools.command import parsers
-from tools.train import finish
+from tools.train import finish, print_result
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
 
     code, summary = finish(start)
     if summary is not None:
-        print(f"{summary['run']}: see {home() / summary['run']}/report.html")
+        print_result(summary)
     return code
 
 

@@ -78,16 +78,20 @@ def drive(arguments: argparse.Namespace) -> int:
         return train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
 
     code, summary = finish(start, quiet=arguments.quiet)
-    if summary is None:
-        return code
-    folder = home() / summary["run"]
+    if summary is not None:
+        print_result(summary)
+    return code
+
+
+def print_result(summary: dict[str, Any]) -> None:
+    """Print the held-out score before and after, and the address of the report."""
+    run = summary["run"]
     if summary["accuracy_before"] is not None:
         print(
-            f"{summary['run']}: {summary['held_out_measure']} {summary['accuracy_before']:.3f} "
+            f"{run}: {summary['held_out_measure']} {summary['accuracy_before']:.3f} "
             f"→ {summary['accuracy_after']:.3f}"
         )
-    print(f"{summary['run']}: see {folder}/report.html")
-    return code
+    print(f"{run}: see {home() / run}/report.html")
 
 
 def finish(

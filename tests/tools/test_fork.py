@@ -65,3 +65,19 @@ def test_wrong_input_is_refused(
 ):
     assert called(home, monkeypatch, *words) == 2
     assert output in capsys.readouterr().err
+
+
+def test_the_end_of_a_fork_prints_its_scores_as_training_does(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    summary = {
+        "run": "hotter",
+        "accuracy_before": 0.25,
+        "accuracy_after": 0.5,
+        "held_out_measure": "accuracy",
+    }
+    monkeypatch.setattr(fork, "check", lambda *_: None)
+    monkeypatch.setattr(fork, "finish", lambda _: (0, summary))
+    assert called(home, monkeypatch, "run@0", "--run", "hotter") == 0
+    report = home / "hotter" / "report.html"
+    assert capsys.readouterr().out == f"hotter: accuracy 0.250 → 0.500\nhotter: see {report}\n"
