@@ -75,9 +75,11 @@ def check_tensors(
     parameter.
     Raises: SyncError for an unknown name, another shape, or a dtype that is not floating point.
     """
+    num_layers = 1 + max(
+        (int(match[1]) for match in map(_LAYER.match, expected) if match), default=-1
+    )
     for name, tensor in tensors:
-        unheld = name == "lm_head.weight" or name.startswith(PREDICTION_LAYERS)
-        if unheld and name not in expected:
+        if name not in expected and _is_unheld(name, num_layers):
             continue
         # SGLang ignores a wrong name and crashes on a wrong shape.
         if name not in expected:
@@ -96,6 +98,13 @@ def check_tensors(
             )
         missing.discard(name)
         yield name, _compact(tensor.detach()) if compact else tensor.detach()
+
+
+def _is_unheld(name: str, num_layers: int) -> bool:
+    """True for the output layer of a tied model and for layers for multi-token prediction."""
+    match = _LAYER.match(name)
+    further = match is not None and int(match[1]) >= num_layers
+    return further or name == "lm_head.weight" or name.startswith(PREDICTION_LAYERS)
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ def test_layers_of_multi_token_prediction_are_not_expected(tmp_path, layer: str)
         tmp_path / "model" / "draft.safetensors",
     )
     assert expected_shapes(tmp_path / "model") == before
+    trained = [(f"{layer}.eh_proj.weight", torch.zeros(3, 2))]
+    assert list(check_tensors(trained, before, set())) == []
 
 
 def test_a_view_is_sent_without_the_rest_of_its_storage(tmp_path):

@@ -240,7 +240,7 @@ def make(
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, spread, generator=generator)
         for name, parameter in model.named_parameters():
-            if name.endswith((".bias", "_bias", ".sinks")):
+            if name.endswith((".bias", "proj_bias", ".sinks")):
                 parameter.normal_(0.0, 0.3, generator=generator)
             elif name.endswith(".A_log"):
                 # The states of earlier tokens fade slowly enough to change later ones.

@@ -185,9 +185,12 @@ class _MbridgeView:
         self.is_tied = self._model.share_embeddings_and_output_weights
         self._latent = bool(getattr(bridge.config, "multi_latent_attention", False))
         self.decoder = self._model.decoder
-        self._layers_with_experts = {
+        self._layers_with_experts: set[int | None] = {
             i for i, layer in enumerate(self.decoder.layers) if hasattr(layer.mlp, "router")
         }
+        if getattr(self._model, "mtp", None) is not None:
+            last = self._model.mtp.layers[-1].transformer_layer
+            self._layers_with_experts |= {None} if hasattr(last.mlp, "router") else set()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {

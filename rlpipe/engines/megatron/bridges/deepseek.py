@@ -1,9 +1,9 @@
 """DeepSeek's family: V3, V3.1, R1, Moonlight, Kimi K2; GLM-4.7-Flash and GLM-5 with its layers.
 
 mbridge's bridge supports only the one size of V3, in bf16, with transformers 4. It leaves out
-groups of experts, and with transformers 5 also the YaRN rotation. Layers for multi-token prediction
-are not trained; an export copies them. The norms of the latents use the config's epsilon, as in
-SGLang. transformers always uses 1e-6, but the configs of Moonlight and GLM-4.7-Flash have 1e-5.
+groups of experts, and with transformers 5 also the YaRN rotation. The norms of the latents use the
+config's epsilon, as in SGLang. transformers always uses 1e-6, but the configs of Moonlight and
+GLM-4.7-Flash have 1e-5.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from rlpipe.engines.megatron.bridges.experts import expert_groups
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
+from rlpipe.engines.megatron.bridges.prediction_names import PredictsFurther
 from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.attention import CoreAttention
 from rlpipe.engines.megatron.model.layers import distinct_layers, require_own
@@ -95,8 +96,11 @@ def _rotation(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 @own_family("deepseek_v3")
-class DeepseekV3(DeepseekV3Bridge):
-    """mbridge's bridge with groups of experts, all rotations and no multi-token prediction."""
+class DeepseekV3(PredictsFurther, DeepseekV3Bridge):
+    """mbridge's bridge with groups of experts and all rotations."""
+
+    # Copies of embedding and output layer, which an export writes (`with_untrained_layers`).
+    _SHARED_STATE_DICT_MAPPING: ClassVar[dict[str, list[str]]] = {}
 
     TransformerConfigClass: Any = staticmethod(_latent_attention_config)
 
@@ -181,7 +185,8 @@ class Glm5(Glm4MoeLite):
         }
         config: Any = super()._build_base_config(*args, **fields)
         # Megatron's configuration class has no such fields.
-        config.indexer_types = hf_config.indexer_types
+        # Layers for multi-token prediction have indexers of their own.
+        config.indexer_types = [*hf_config.indexer_types, *["full"] * self.prediction_layers]
         config.indexer_rope_interleave = getattr(hf_config, "indexer_rope_interleave", False)
         return config
 

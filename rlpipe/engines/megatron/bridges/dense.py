@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from rlpipe.engines.megatron.bridges.hf_config import rope_of
+from rlpipe.engines.megatron.bridges.prediction_names import PredictionNames, PredictsFurther
 from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.layers import (
     Attention,
@@ -60,52 +61,21 @@ class Llama(LLaMABridge):
         return ["model.embed_tokens.weight"] if tied else []
 
 
-_PREDICTION = {
-    "enorm.weight": "token_layernorm.weight",
-    "hnorm.weight": "hidden_layernorm.weight",
-    "eh_proj.weight": "input_proj.weight",
-    "final_layernorm.weight": "final_layernorm.weight",
-}
-"""Name in Megatron's layer for multi-token prediction → name in MiMo's."""
-
-
 @own_family("qwen2")
-class Qwen2(Qwen2Bridge):
+class Qwen2(PredictsFurther, Qwen2Bridge):
     """Qwen2, Qwen2.5, and MiMo-7B with its layers for multi-token prediction."""
 
-    @property
-    def prediction_layers(self) -> int:
-        """The number of layers for multi-token prediction."""
-        return getattr(self.hf_config, "num_nextn_predict_layers", None) or 0
-
-    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
-        if not mcore_weights_name.startswith("mtp.layers."):
-            return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
-        _, _, number, leaf = mcore_weights_name.split(".", 3)
-        prefix = f"model.mtp_layers.{number}"
-        if leaf in _PREDICTION:
-            return [f"{prefix}.{_PREDICTION[leaf]}"]
-        inner = leaf.replace("transformer_layer.", f"decoder.layers.{number}.")
-        names = super()._weight_name_mapping_mcore_to_hf(inner)
-        return [name.replace(f"model.layers.{number}", prefix) for name in names]
-
-    def _weight_to_mcore_format(
-        self, mcore_weights_name: str, hf_weights: list[torch.Tensor]
-    ) -> torch.Tensor:
-        weight = super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
-        return _swapped(weight) if mcore_weights_name.endswith(".eh_proj.weight") else weight
-
-    def _weight_to_hf_format(
-        self, mcore_weights_name: str, mcore_weights: torch.Tensor
-    ) -> tuple[list[str], list[torch.Tensor]]:
-        if mcore_weights_name.endswith(".eh_proj.weight"):
-            mcore_weights = _swapped(mcore_weights)
-        return super()._weight_to_hf_format(mcore_weights_name, mcore_weights)
-
-
-def _swapped(weight: torch.Tensor) -> torch.Tensor:
-    """Swap the halves of a matrix: MiMo reads hidden state and embedding, Megatron the reverse."""
-    return weight.roll(weight.shape[1] // 2, 1)
+    prediction = PredictionNames(
+        count_key="num_nextn_predict_layers",
+        layer="model.mtp_layers.{number}",
+        own=(
+            "model.mtp_layers.{number}.token_layernorm.weight",
+            "model.mtp_layers.{number}.hidden_layernorm.weight",
+            "model.mtp_layers.{number}.input_proj.weight",
+            "model.mtp_layers.{number}.final_layernorm.weight",
+        ),
+        hidden_first=True,
+    )
 
 
 _LAYER = "model.layers.{layer_number}"

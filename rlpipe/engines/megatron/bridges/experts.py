@@ -18,6 +18,7 @@ from mbridge.models.mixtral import MixtralBridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 
+from rlpipe.engines.megatron.bridges.prediction_names import PredictsFurther
 from rlpipe.engines.megatron.bridges.registry import own_family
 
 
@@ -37,7 +38,7 @@ def expert_groups(hf_config: Any) -> dict[str, Any]:
 
 
 @own_family("glm4_moe")
-class Glm4Moe(GLM4MoEBridge):
+class Glm4Moe(PredictsFurther, GLM4MoEBridge):
     """GLM-4.5, 4.5-Air, 4.6, 4.7."""
 
     def _build_base_config(self, *args: Any, **fields: Any) -> Any:

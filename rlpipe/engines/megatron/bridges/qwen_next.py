@@ -3,13 +3,13 @@
 mbridge does not have them. Both store norms as their difference to 1. Their query projections hold
 a gate next to each head. The two families differ in the projections of the gated delta net:
 Qwen3-Next stores two matrices grouped by key head, Qwen3.5 four matrices that are not grouped.
-Layers for multi-token prediction (`mtp.*`) are not trained.
 
 Legend: G key heads, R value heads of a key head, K and V sizes of a key and a value head.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 
 from rlpipe.engines.megatron.bridges.experts import softmax_router
+from rlpipe.engines.megatron.bridges.prediction_names import PredictionNames, PredictsFurther
 from rlpipe.engines.megatron.bridges.registry import own_family
 from rlpipe.engines.megatron.model.gated_delta import MixedAttention
 from rlpipe.engines.megatron.model.layers import Attention, distinct_layers, require_own
@@ -40,8 +41,22 @@ _DELTA_MAPPING = {
 }
 
 
-class _GatedDeltaBridge(LLMBridge):
+_PREDICTION = PredictionNames(
+    count_key="mtp_num_hidden_layers",
+    layer="mtp.layers.{number}",
+    own=(
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+    ),
+)
+
+
+class _GatedDeltaBridge(PredictsFurther):
     """Settings, attention and conversion of weights of Qwen3-Next and Qwen3.5."""
+
+    prediction = _PREDICTION
 
     _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
         **Qwen2Bridge._ATTENTION_MAPPING,
@@ -171,7 +186,9 @@ _SEPARATE = {
 
 @own_family("qwen3_next")
 class Qwen3Next(_Experts):
-    """Qwen3-Next-80B-A3B."""
+    """Qwen3-Next-80B-A3B. The file has one layer for multi-token prediction, the config no key."""
+
+    prediction = replace(_PREDICTION, default_count=1)
 
 
 @own_family("qwen3_5_text")

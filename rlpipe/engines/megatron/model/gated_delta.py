@@ -166,7 +166,7 @@ class GatedDeltaNet(MegatronModule):
             value.unflatten(-1, (repeats, self._value_size)).flatten(2, 3),
             g=decay,
             beta=beta,
-        )[0]
+        )[0].to(value.dtype)
 
     def _gated_norm(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         # Ranks have different heads and the same weight, so its gradient is summed over ranks.
@@ -212,6 +212,7 @@ class MixedAttention:
     ) -> Any:
         kinds = config.linear_attention_freq
         assert isinstance(kinds, list)
-        if kinds[layer_number - 1]:
+        # Layers for multi-token prediction come after the model's and have full attention.
+        if layer_number <= len(kinds) and kinds[layer_number - 1]:
             return GatedDeltaNet(config)
         return Attention(config, *args, layer_number=layer_number, **keywords)
