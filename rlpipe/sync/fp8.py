@@ -22,11 +22,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlpipe.errors import ConfigError
+from rlpipe.system.tensor_files import save_tensors
 
 BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -117,7 +118,7 @@ def _write_directory(files: list[Path], target: Path) -> None:
     for path in files:
         if path.suffix == ".safetensors":
             tensors = dict(quantize(_require_blocks(load_file(path))))
-            save_file(tensors, target / path.name, metadata={"format": "pt"})
+            save_tensors(tensors, target / path.name)
             weight_map |= dict.fromkeys(tensors, path.name)
             size_bytes += sum(tensor.nbytes for tensor in tensors.values())
         elif path.name == "config.json":

@@ -25,6 +25,7 @@ from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ObjectMissing, StoreError, StoreFull, SyncError
 from rlpipe.store.objects.files import Files
 from rlpipe.store.objects.local import named_failures, temporary_name
+from rlpipe.system.tensor_files import share_with_folder
 
 RECORD = "version.json"
 HF_INDEX = "model.safetensors.index.json"
@@ -137,6 +138,7 @@ class WeightStore:
             temporary = Path(temporary_name(str(target)))
             try:
                 _save(save, temporary)
+                share_with_folder(temporary)
                 temporary.replace(target)
             finally:
                 temporary.unlink(missing_ok=True)

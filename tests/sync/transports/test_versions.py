@@ -101,6 +101,9 @@ def test_a_full_version_is_a_directory_that_an_engine_can_load(tmp_path):
         t.nbytes for name, t in trainer.tensors() if name != "lm_head.weight"
     )
     assert trainer.store.chain(stamp(1)) == [made]
+    # Engines of another user read the files too.
+    readers = folder.stat().st_mode & 0o666
+    assert {(folder / file.name).stat().st_mode & 0o777 for file in made.files} == {readers}
 
 
 def test_what_is_kept_can_be_opened_as_a_model(tmp_path):

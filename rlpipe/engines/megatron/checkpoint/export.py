@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from rlpipe.engines.megatron.bridges.stages import full_weights
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.build import ScoringModel
 from rlpipe.model_dir import PREDICTION_LAYERS
+from rlpipe.system.tensor_files import save_tensors
 
 MAX_FILE_BYTES = 5 * 1024**3
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -92,7 +92,7 @@ def _write(weights: Iterator[tuple[str, torch.Tensor]], target: Path) -> None:
     total_bytes = 0
     # The final file names contain the number of files, which is known at the end.
     for number, tensors in enumerate(_file_contents(weights)):
-        save_file(tensors, target / f"part-{number}", metadata={"format": "pt"})
+        save_tensors(tensors, target / f"part-{number}")
         parts.append(list(tensors))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(parts) == 1:

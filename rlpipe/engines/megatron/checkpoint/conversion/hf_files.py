@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from rlpipe.engines.megatron.bridges.weight_files import INDEX, SCALE_SUFFIX, from_blocks
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.system.tensor_files import save_tensors
 
 CARRIED = "huggingface.zip"
 """Archive in a checkpoint's folder with the small files of the model's directory."""
@@ -210,11 +210,7 @@ def file_names(number: int) -> list[str]:
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write one safetensors file atomically."""
     partial = path.with_name(f"{path.name}.partial")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        partial,
-        metadata={"format": "pt"},
-    )
+    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
     partial.replace(path)
 
 
