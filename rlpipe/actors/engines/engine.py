@@ -25,6 +25,7 @@ from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from rlpipe.model_dir import directory_here
+from rlpipe.system.compile_caches import keep_compiled
 from rlpipe.system.ports import free_port
 from rlpipe.types import WeightVersion
 
@@ -148,6 +149,7 @@ class EngineActor:
         self._met_at = rendezvous
         self._unknown = True
         self._in_memory = set(MEMORY_TAGS)  # a new server has allocated everything
+        keep_compiled(Path(spec.logs).absolute().parents[1])
         self._server = self._create_server(spec)
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)

@@ -46,6 +46,7 @@ from rlpipe.lineage.states import Lineage, weight_version
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.sync.transports.distributed import use_sglang_nccl_settings
+from rlpipe.system.compile_caches import keep_compiled
 from rlpipe.system.ports import free_port
 from rlpipe.types import FileRecord, Node, Stage
 
@@ -148,6 +149,7 @@ class Rank(ABC, Generic[E]):
             self._spec = spec  # the profiler's settings may differ; they are not compared
             return
         self.close()
+        keep_compiled(Path(spec.work_dir).parent)
         self._engine = self._create_engine(spec, master, critic_exchange)
         self._spec = spec
         self.dirty = False
