@@ -18,7 +18,14 @@ import pytest
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import flags
 from rlpipe.engines.sglang.router import Router
-from rlpipe.engines.sglang.server import CPU_BINDING, Device, Part, Server
+from rlpipe.engines.sglang.server import (
+    CPU_BINDING,
+    UNUSED_MODELS,
+    Device,
+    Part,
+    Server,
+    unused_models,
+)
 from rlpipe.errors import ConfigError, DeadlineExceeded, EngineUnavailable, ResourceError
 from rlpipe.system import ports
 from rlpipe.system.rendezvous import GLOO
@@ -419,6 +426,31 @@ print(multiprocessing.get_start_method())
         [sys.executable, "-c", starts], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == kind
+
+
+def test_a_server_on_cpus_imports_the_modules_of_its_model_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_model(tmp_path / "model", seed=0)
+
+    def variables(**sglang: object) -> dict[str, str]:
+        return _server(tmp_path / "model", tmp_path / "log", **sglang).environment()
+
+    unused = variables()[UNUSED_MODELS].split(",")
+    assert len(unused) > 200
+    assert {"llama", "deepseek_v2"} < set(unused)
+    assert not {"qwen3", "transformers"} & set(unused)
+    assert UNUSED_MODELS not in variables(model_impl="transformers")
+    monkeypatch.setenv(UNUSED_MODELS, "llama")
+    assert UNUSED_MODELS not in variables(), "the user's setting stays"
+
+
+@pytest.mark.parametrize("architectures", [[], None, ["OfNoModule"]])
+def test_a_server_of_an_architecture_that_no_module_names_imports_all(
+    architectures: list[str] | None, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    assert unused_models(tmp_path) == []
 
 
 def test_a_server_does_not_import_megatron():
