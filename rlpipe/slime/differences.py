@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlpipe.slime.model_flags import continues_optimizer
+from rlpipe.slime.model_flags import continues_optimizer, trained_prediction_layers
+from rlpipe.slime.reward_flags import follows_teacher_only
 
 Values = Mapping[str, Any]
 
@@ -66,13 +67,19 @@ _DIFFERENCES: tuple[tuple[Callable[[Values], Any], str], ...] = (
         "0, in both",
     ),
     (
+        follows_teacher_only,
+        "--rm-type without --label-key: every reward is 0, as in slime, and only the teacher "
+        "decides the advantages",
+    ),
+    (
         scores_at_two_temperatures,
         "--opd-type sglang: the teacher's server scores at temperature 1, as in slime, and the "
         "policy at --rollout-temperature; --opd-type megatron scores both at the latter",
     ),
     (
-        lambda values: values.get("enable_mtp_training"),
-        "--enable-mtp-training: layers for multi-token prediction keep their weights. slime trains "
+        lambda values: values.get("enable_mtp_training") and not trained_prediction_layers(values),
+        "--enable-mtp-training: layers for multi-token prediction keep their weights, because the "
+        "model has another number of them, or ranks split its layers or samples. slime trains "
         "them on the policy's hidden states, without a gradient to the policy; drafts of "
         "speculative decoding are accepted less often as the policy moves away",
     ),

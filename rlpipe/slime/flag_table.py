@@ -72,12 +72,7 @@ SLIME: tuple[Flag, ...] = (
     to(
         "update_weight_local_checkpoint_dir", "str", None, "sync.update_weight_local_checkpoint_dir"
     ),
-    refused(
-        "custom_model_provider_path",
-        "str",
-        None,
-        "the model follows from config.json through mbridge",
-    ),
+    to("custom_model_provider_path", "str", None, "train.custom_model_provider_path"),
     neutral(
         "recompute_loss_function",
         "on",
@@ -395,19 +390,9 @@ SLIME: tuple[Flag, ...] = (
     ),
     neutral("ref_micro_batch_size", "int", None, "slime ignores it, too"),
     # mtp training
-    neutral("mtp_num_layers", "int", None, "layers for multi-token prediction keep their weights"),
-    neutral(
-        "mtp_loss_scaling_factor",
-        "float",
-        0.2,
-        "layers for multi-token prediction keep their weights",
-    ),
-    neutral(
-        "enable_mtp_training",
-        "on",
-        False,
-        "layers for multi-token prediction keep their weights",
-    ),
+    built("mtp_num_layers", "int", None, "train.megatron.mtp_num_layers"),
+    built("mtp_loss_scaling_factor", "float", 0.2, "train.megatron.mtp_loss_scaling_factor"),
+    built("enable_mtp_training", "on", False, "train.megatron.mtp_num_layers"),
     # slime's own tests
     neutral("padded_vocab_size", "int", None, "the vocabulary is padded for tensor parallelism"),
     built("ci_test", "on", False, "gates.bounds"),

@@ -1,6 +1,7 @@
 """Convert slime's flags for the model and its checkpoints to keys.
 
     model_source(values)               `--hf-checkpoint`, `--ref-load`, `--load`, `--critic-load`
+    prediction_layers(values)          `--enable-mtp-training`
     iterations_done(values)            iterations that were trained before (`--load`)
     check_model(values, directory)     compare Megatron's model flags with config.json
 
@@ -41,6 +42,38 @@ def model_source(values: Values) -> Keys:
     check_model(values, directory)
     source = {"type": "huggingface", "hf_checkpoint": directory}
     return keys | {"model.source": source | _first_weights(values)} | _reference(values)
+
+
+def trained_prediction_layers(values: Values) -> int:
+    """Return the number of layers for multi-token prediction that --enable-mtp-training trains.
+
+    0 if the model has another number of them, or the layout cannot train them.
+    """
+    layout = ("pipeline_model_parallel_size", "context_parallel_size")
+    directory = values.get("hf_checkpoint")
+    if not values.get("enable_mtp_training") or not directory:
+        return 0
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text())
+    except (OSError, ValueError):
+        return 0
+    found = config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers")
+    possible = all((values.get(name) or 1) == 1 for name in layout)
+    return found if possible and found and found == values.get("mtp_num_layers") else 0
+
+
+def prediction_layers(values: Values) -> Keys:
+    """Return the keys that train layers for multi-token prediction, with slime's factor."""
+    number = trained_prediction_layers(values)
+    factor = values.get("mtp_loss_scaling_factor", 0.2)
+    return (
+        {
+            "train.megatron.mtp_num_layers": number,
+            "train.megatron.mtp_loss_scaling_factor": factor,
+        }
+        if number
+        else {}
+    )
 
 
 def loads_checkpoint(values: Values) -> bool:

@@ -37,6 +37,32 @@ def test_a_reference_in_hugging_faces_format_has_the_first_weights(tmp_path: Pat
     assert same == {"model.source": MODEL}
 
 
+def test_layers_for_multi_token_prediction_are_trained_if_model_and_layout_have_them(
+    tmp_path: Path,
+):
+    words = f"--hf-checkpoint {tmp_path} --mtp-num-layers 1 --enable-mtp-training"
+    for config, expected in (
+        ('{"num_nextn_predict_layers": 1}', 1),
+        ('{"mtp_num_hidden_layers": 1}', 1),
+        ('{"num_nextn_predict_layers": 2}', None),
+        ("{}", None),
+    ):
+        (tmp_path / "config.json").write_text(config)
+        found = keys(words)
+        assert found.get("train.megatron.mtp_num_layers") == expected
+        if expected:
+            assert found["train.megatron.mtp_loss_scaling_factor"] == 0.2
+        noted = any("keep their weights" in note for note in differences(read_flags(words.split())))
+        assert noted is (expected is None)
+    (tmp_path / "config.json").write_text('{"num_nextn_predict_layers": 1}')
+    assert (
+        keys(f"{words} --mtp-loss-scaling-factor 0.3")["train.megatron.mtp_loss_scaling_factor"]
+        == 0.3
+    )
+    split = keys(f"{words} --pipeline-model-parallel-size 2 --num-layers 4")
+    assert "train.megatron.mtp_num_layers" not in split
+
+
 def slime_folder(folder: Path, iteration: int = 20) -> Path:
     """Make the files that identify a folder of checkpoints."""
     (folder / f"iter_{iteration:07d}").mkdir(parents=True)
