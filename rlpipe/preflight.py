@@ -294,7 +294,9 @@ def _check_model(config: RunConfig, directory: Path) -> None:
             "engines would start with quantized weights, and get bf16 weights from the trainer",
             where="engine.quantization",
             found=f"none, and {method} in the model's config.json",
-            do="set engine.quantization=fp8, or use the model's bf16 directory",
+            do="write a bf16 directory with `rlpipe convert hf2dist` and `rlpipe convert dist2hf`"
+            if method == "mxfp4"
+            else "set engine.quantization=fp8, or use the model's bf16 directory",
         )
 
 

@@ -104,6 +104,11 @@ MODELS: dict[str, tuple[float, int, dict[str, Any]]] = {
         141,
         {"model_type": "glm_moe_dsa", "index_topk_freq": 4, "index_skip_topk_offset": 3},
     ),
+    "gpt-oss-20b": (
+        20.9,
+        80,
+        {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    ),
     "kimi-k2": (
         1026,
         141,

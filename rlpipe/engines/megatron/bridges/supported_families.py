@@ -153,13 +153,15 @@ def _check_minimax(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_gpt_oss(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Rule of gpt-oss: a window, and the same number of experts under both names."""
+    """Rule of gpt-oss: a window, and one number of experts under both names."""
     window = config.get("sliding_window", 128)
     if not isinstance(window, int) or window < 1:
         yield "sliding_window", window, "sliding_window: a number of tokens"
     chosen = config["num_experts_per_tok"]
     if chosen < 2:
         yield "num_experts_per_tok", chosen, "num_experts_per_tok: 2 or more"
+    if config.get("experts_per_token", chosen) != chosen:
+        yield "experts_per_token", config["experts_per_token"], f"experts_per_token: {chosen}"
 
 
 def _check_expert_groups(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -350,14 +352,10 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gpt_oss": Family(
-        reads=_EXPERT_COUNTS | words("num_experts_per_tok sliding_window"),
-        only={
-            "attention_bias": (None, True),
-            # transformers' old name of num_experts_per_tok, and a length that YaRN repeats.
-            "experts_per_token": (None, 4),
-            "initial_context_length": (None, 4096),
-            "swiglu_limit": (None, 7),
-        },
+        # YaRN has the initial length, too.
+        reads=_EXPERT_COUNTS
+        | words("experts_per_token initial_context_length num_experts_per_tok sliding_window"),
+        only={"attention_bias": (None, True), "swiglu_limit": (None, 7)},
         ropes=("default", "yarn"),
         rope_keys=frozenset({"truncate"}),
         layer_types=("full_attention", "sliding_attention"),
