@@ -8,16 +8,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
+from rlpipe.batch.build import fix_batch
+from rlpipe.batch.files import read_rewards, read_samples, write_batch
 from rlpipe.config.train import SyncConfig
+from rlpipe.engines.megatron.engine import TrainResult
 from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
-from rlpipe.lineage.stage_inputs import checkpoint_inputs
-from rlpipe.types import FileRecord
-from tests.actors.trainer.trained import configuration
+from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.types import FileRecord, Stage
+from tests.actors.trainer.trained import configuration, sampled_rows
 from tests.live_engine import live_engine
 
 RECORD = FileRecord(path="checkpoints/p/.metadata", size_bytes=1, sha256="0" * 64)
@@ -151,3 +157,61 @@ def test_a_broadcast_to_engines_on_the_gpus_of_the_trainer_is_refused(rank: Trai
             sync=SyncConfig(transport="distributed"),
             shared_ranks={"u": [0]},
         )
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weights(
+    rank: TrainerRank, tmp_path: Path, version: int
+):
+    files = rank._files = Files(tmp_path / "store")
+    nodes = rank._nodes = Nodes(files)
+    rollout, reward = sampled_rows(files, 3)
+    rollout_node = nodes.get(Stage.ROLLOUT, rollout)
+    batch = fix_batch(
+        read_samples(files, rollout_node),
+        read_rewards(files, nodes.get(Stage.REWARD, reward)),
+        accepted=rollout_node.outputs["accepted"],
+        scored=True,
+        version=version,
+        max_staleness=1,
+    )
+    inputs = Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": "weights"})
+    metrics = {"rollout/staleness/max": float(version - 3)}
+    node = nodes.commit(
+        inputs.node(
+            files=(write_batch(files, inputs.digest, batch, batch.columns),),
+            outputs={"metrics": metrics},
+        )
+    )
+    assert batch.columns.rollout_log_probs is not None
+    own = batch.columns.rollout_log_probs + np.float32(0.25)
+    result = TrainResult([], "digest", own)
+    found = rank._metrics_of(node, batch.columns, result, version)
+    assert found["rollout/mismatch_kl"] == pytest.approx(-0.25, abs=1e-6)
+    current = found.get("rollout/logprob_abs_diff/mean")
+    assert current == (pytest.approx(0.25, abs=1e-6) if version == 3 else None)
+    assert rank._own_proximal == (node.digest, own)
+    assert rank._metrics_of(node, batch.columns, TrainResult(), version) == {}
+
+
+def test_a_batch_of_several_optimizer_steps_is_scored_first(rank: TrainerRank, tmp_path: Path):
+    files = Files(tmp_path / "store")
+    rollout, reward = sampled_rows(files, 3)
+    nodes = Nodes(files)
+    rollout_node = nodes.get(Stage.ROLLOUT, rollout)
+    batch = fix_batch(
+        read_samples(files, rollout_node),
+        read_rewards(files, nodes.get(Stage.REWARD, reward)),
+        accepted=rollout_node.outputs["accepted"],
+        scored=True,
+        version=3,
+    )
+    spec = rank._spec
+    assert spec is not None and spec.train.global_batch_size == 4 and len(batch.columns) == 8
+    assert rank._scores(batch)
+    rank._spec = replace(spec, train=spec.train.model_copy(update={"global_batch_size": 8}))
+    assert not rank._scores(batch)
+    rank._spec = replace(rank._spec, score_proximal=True)
+    assert rank._scores(batch)
+    rank._spec = replace(spec, score_proximal=False)
+    assert not rank._scores(batch)
