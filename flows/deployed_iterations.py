@@ -133,7 +133,8 @@ class DeployedIterations(Iterations):
                 raise IterationFailed(
                     "the flow run of an iteration ended without a commit",
                     where=f"{ended.name} ({ended.id})",
-                    found=f"{state.name}: {state.message}",
+                    # The message may be an error with lines `found:` and `do:` of its own.
+                    found=f"{state.name}: {state.message}".replace("\n", "\n    "),
                     expected=f"a commit after at most {self._policy.retries} retries "
                     "(orchestration.retries)",
                     do="remove the cause, then press Retry on this run in Prefect's UI: "

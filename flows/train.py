@@ -228,4 +228,12 @@ async def evaluate_if_due(
     await observer.evaluation(
         version, nodes, metrics, seconds=time.perf_counter() - start, concurrent=concurrent
     )
-    return stop_condition_met(config, metrics)
+    if not stop_condition_met(config, metrics):
+        return False
+    stop = config.stop_when
+    assert stop is not None
+    (await context(config.run)).progress.say(
+        f"{config.run}: ends after {version} iterations, because stop_when is met: "
+        f"{stop.metric} is {metrics[stop.metric]:.3f}, at least {stop.at_least:g}"
+    )
+    return True

@@ -177,6 +177,7 @@ async def test_a_flow_run_without_retries_left_ends_the_run_with_advice(server: 
             await iterations.finish(0)
     assert server.log.count("AwaitingRetry 0") == 2
     assert "press Retry" in str(caught.value)
+    assert "again\n      do: x\n  expected:" in str(caught.value), "its lines are indented"
 
 
 def fails_again(server: Server) -> Any:
@@ -185,7 +186,9 @@ def fails_again(server: Server) -> Any:
     async def putting(number: UUID, state: State, *, force: bool = False) -> None:
         await put(
             number,
-            Failed(message="again", name=state.name) if not state.is_cancelling() else state,
+            Failed(message="again\n  do: x", name=state.name)
+            if not state.is_cancelling()
+            else state,
             force=force,
         )
 

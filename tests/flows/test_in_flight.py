@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
@@ -124,6 +125,36 @@ async def test_iterations_ahead_sample_during_an_evaluation(
         await running
     before = stages.log[: stages.log.index("evaluated 1")]
     assert before == ["evaluated 0", *(f"open {k}" for k in range(opened))]
+
+
+async def test_a_run_that_ends_early_says_why(monkeypatch: pytest.MonkeyPatch):
+    printed: list[str] = []
+    node = SimpleNamespace(outputs={"metrics": {"eval/held/accuracy": 0.75}})
+    ctx = SimpleNamespace(notify=lambda: None, progress=SimpleNamespace(say=printed.append))
+
+    async def evaluated(_run: str, _version: int, _dataset: str) -> Any:
+        return node
+
+    async def opened(_run: str) -> Any:
+        return ctx
+
+    async def recorded(*_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setattr(train, "evaluate", evaluated)
+    monkeypatch.setattr(train, "context", opened)
+    watching = cast("Observer", SimpleNamespace(evaluation=recorded))
+    datasets = [{"name": "held", "prompts": {"type": "file", "paths": ["held.jsonl"]}}]
+    for bound, printing in ((0.8, False), (0.75, True)):
+        run = config(
+            num_rollout=3,
+            evaluation={"datasets": datasets, "eval_interval": 1},
+            stop_when={"metric": "eval/held/accuracy", "at_least": bound},
+        )
+        assert await train.evaluate_if_due(run, 1, watching) is printing
+    assert printed == [
+        f"{run.run}: ends after 1 iterations, because stop_when is met: "
+        "eval/held/accuracy is 0.750, at least 0.75"
+    ]
 
 
 @pytest.mark.parametrize("fails", [False, True])
