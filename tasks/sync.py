@@ -40,7 +40,10 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
         if "share" in result:
             metrics["sync/share_of_weights"] = result["share"]
         machines = distinct_machines([engine["facts"] for engine in await ctx.cluster.engines()])
-        return {"outputs": {**result, "version": k + 1, "machines": machines, "metrics": metrics}}
+        outputs = {**result, "version": k + 1, "machines": machines, "metrics": metrics}
+        if ctx.cluster.memory is not None:
+            outputs["gpu_memory"] = ctx.cluster.memory
+        return {"outputs": outputs}
 
     state = await reuse_or_run(ctx, sync_inputs(train.digest), push)
     if due and state.name == "Reused":
