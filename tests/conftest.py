@@ -4,6 +4,7 @@ or the user's runs."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -75,14 +76,17 @@ def scope(path: str) -> tuple[int, str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by `scope`, and leave out tests that need more GPUs than there are, or a browser."""
+    """Sort by `scope`, and leave out tests that need more GPUs than there are, a browser or
+    Transformer Engine."""
     items.sort(key=lambda item: scope(item.nodeid.partition("::")[0])[0])
     without_browser = browser() is None
+    without_engine = importlib.util.find_spec("transformer_engine") is None
     if beyond := [
         item
         for item in items
         if ((needed := _gpus_of(item)) and needed > len(visible_gpus()))
         or (without_browser and item.get_closest_marker("browser"))
+        or (without_engine and item.get_closest_marker("transformer_engine"))
     ]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]

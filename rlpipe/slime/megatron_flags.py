@@ -57,7 +57,8 @@ MEGATRON: tuple[Flag, ...] = (
         "transformer_impl",
         "str",
         "transformer_engine",
-        "the trainer uses the fastest installed implementation",
+        "local layers, which compute the same; train.megatron.transformer_impl=transformer_engine "
+        "takes Transformer Engine's",
     ),
     neutral("use_flash_attn", "on", False, "the trainer uses the fastest installed implementation"),
     neutral("use_mcore_models", "on", False, "the trainer always uses them"),

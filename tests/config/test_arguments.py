@@ -258,7 +258,6 @@ def test_values_without_effect_are_accepted_and_not_passed_on():
         "moe_aux_loss_coeff": 0,
         "moe_router_load_balancing_type": "none",
         "attention_softmax_in_fp32": True,
-        "transformer_impl": "local",
         "fp8": None,
         "batch_p2p_comm": False,
     }

@@ -61,13 +61,13 @@ def free(reason: str, names: str) -> dict[str, Rule]:
 
 
 MODEL_DIRECTORY = "remove it: it follows from config.json in the model directory (model.source)"
-_NO_TRANSFORMER_ENGINE = "only Transformer Engine's layers read it, which the trainer does not use"
+_NO_TRANSFORMER_ENGINE = "only Transformer Engine's layers read it, and rlpipe does not set it up"
 _OWN_ATTENTION = (
     "rlpipe's attention, over whole sequences, replaces Megatron's and does not read it"
 )
 _OWN_NORM = "rlpipe's norms replace Megatron's and do not read it"
 _OWN_LOGITS = "rlpipe computes log-probs, not Megatron's output layer"
-_NO_FP8 = "FP8 and FP4 need Transformer Engine's layers, which the trainer does not use"
+_NO_FP8 = "training in FP8 or FP4 is not supported"
 _CHUNKS = (
     "gives a rank several chunks of the model; needs train.parallel.pipeline_model_parallel_size "
     "above 1"
@@ -238,11 +238,7 @@ MEGATRON: dict[str, Rule] = {
         use_fused_weighted_squared_relu
         """,
     ),
-    **inert(
-        "the trainer always uses local layers",
-        "transformer_impl",
-        values=("local",),
-    ),
+    **free("local (the default) or Transformer Engine's layers", "transformer_impl"),
     **owned("remove it: the trainer uses the fastest installed attention", "attention_backend"),
     **inert(_OWN_NORM, "persist_layer_norm memory_efficient_layer_norm"),
     **inert(

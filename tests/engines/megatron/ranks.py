@@ -311,16 +311,29 @@ def weights_of_checkpoint(
 
 
 def copy_of_checkpoint(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict, source: str, target: str
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict,
+    source: str,
+    target: str,
+    trained: str | None = None,
 ) -> dict:
-    """Load a whole checkpoint and save it again; return digest, metrics of a step and weights."""
+    """Load a whole checkpoint, save it again and train once; return digests and the weights.
+
+    `trained`: directory for a checkpoint after the training.
+    """
     ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         iteration = ours.load_checkpoint(source)
         digest = ours.state_digest()
         weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
         ours.save_checkpoint(target, iteration)
-        return {"digest": digest, "trained": _train(ours, [1]), "weights": weights}
+        after = _train(ours, [1])
+        if trained is not None:
+            ours.save_checkpoint(trained, iteration + 1)
+        return {"digest": digest, "trained": after, "weights": weights}
     finally:
         ours.close()
 

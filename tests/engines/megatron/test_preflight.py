@@ -69,6 +69,11 @@ SELECTIVE = {"recompute_granularity": "selective"}
             "several pipeline stages",
         ),
         ("qwen3", {"parallel": {"pipeline_model_parallel_size": 3}}, "do not divide"),
+        (
+            "qwen3",
+            {"megatron": {"transformer_impl": "transformer_engine"}},
+            "Transformer Engine cannot be imported",
+        ),
         ("qwen3", {"megatron": {"virtual_pipeline_model_parallel_size": 2}}, "several chunks"),
         (
             "qwen3",

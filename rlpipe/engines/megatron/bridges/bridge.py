@@ -34,7 +34,8 @@ from rlpipe.engines.megatron.bridges import (  # noqa: F401
 from rlpipe.engines.megatron.bridges.hf_config import read_config, yarn_fields
 from rlpipe.engines.megatron.bridges.registry import bridge_class
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
-from rlpipe.engines.megatron.model.layers import ValueModel, block_spec
+from rlpipe.engines.megatron.model.layers import block_spec
+from rlpipe.engines.megatron.model.value_model import ValueModel
 from rlpipe.errors import ConfigError
 
 # Fields of TransformerConfig for our layers. mbridge's defaults need Transformer Engine, apex and
@@ -52,6 +53,7 @@ LOCAL = {
     "moe_router_load_balancing_type": "none",
     "gradient_accumulation_fusion": False,
     "attention_backend": "auto",
+    "transformer_impl": "local",
 }
 
 

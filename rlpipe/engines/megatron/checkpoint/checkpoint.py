@@ -56,6 +56,7 @@ from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_dis
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.engines.megatron.model.build import TrainedModel
 
+_EXTRA_STATE = "_extra_state"
 LATEST = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"
 """The critic's key in the state, the prefix of its tensors, and a flag in the content metadata.
@@ -214,7 +215,9 @@ def load_decoder(critic: TrainedModel, directory: str | Path) -> None:
     _content_metadata(folder)
     decoder = {
         key: {name: shard for name, shard in shards.items() if not name.startswith("output_layer.")}
-        for key, shards in _sharded_weights(critic, _metadata(critic)).items()
+        for key, shards in _without_extra_states(
+            _sharded_weights(critic, _metadata(critic))
+        ).items()
     }
     _load_weights(critic, _read(decoder, folder), strict=False)
     critic.optimizer.reload_model_params()
@@ -379,10 +382,11 @@ def _critic_state(
 def _model_state(
     trained: TrainedModel, metadata, *, loading: bool, weights_only: bool
 ) -> dict[str, Any]:
-    state = _sharded_weights(trained, metadata)
+    weights = _sharded_weights(trained, metadata)
+    state: dict[str, Any] = _without_extra_states(weights) if loading else {**weights}
     if not weights_only:
         state["optimizer"] = trained.optimizer.sharded_state_dict(
-            state, is_loading=loading, metadata=metadata
+            weights, is_loading=loading, metadata=metadata
         )
         state["opt_param_scheduler"] = trained.scheduler.state_dict()
     return state
@@ -402,9 +406,19 @@ def _sharded_weights(trained: TrainedModel, metadata) -> dict[str, Any]:
     }
 
 
+def _without_extra_states(weights: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the entries of Transformer Engine's FP8 scales, which other layers do not store."""
+    return {
+        key: {name: shard for name, shard in shards.items() if not name.endswith(_EXTRA_STATE)}
+        for key, shards in weights.items()
+    }
+
+
 def _load_weights(trained: TrainedModel, state: dict[str, Any], *, strict: bool) -> None:
     for key, model in zip(_chunk_keys(trained), trained.models, strict=True):
-        model.load_state_dict(state[key], strict=strict)
+        own: dict[str, Any] = model.state_dict()
+        extra = {name: value for name, value in own.items() if name.endswith(_EXTRA_STATE)}
+        model.load_state_dict({**extra, **state[key]}, strict=strict)
 
 
 def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from mbridge.core import LLMBridge
 from mbridge.core.parallel_states import ParallelStates
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -33,8 +34,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
-from rlpipe.engines.megatron.model.layers import PolicyModel, ValueModel
+from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
+from rlpipe.engines.megatron.model.value_model import ValueModel
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -180,6 +182,7 @@ def open_model(
             **for_transformer,
         },
     )
+    _check_implementation(bridge)
     _set_chunks(bridge, train)
     _check_sizes(bridge, train)
     check_prediction(bridge)
@@ -214,6 +217,38 @@ def _keep_undefined(tensor: torch.Tensor) -> torch.Tensor:
     # `perform_initialization: False` would also skip the marks of tensor parallel parameters. Their
     # gradient norm would then count one rank only.
     return tensor
+
+
+def _check_implementation(bridge: LLMBridge) -> None:
+    """Raises: ConfigError for layers that are not installed or not supported for this model."""
+    config = bridge.config
+    where = "train.megatron.transformer_impl"
+    if config.transformer_impl == "local":
+        return
+    if config.transformer_impl != TRANSFORMER_ENGINE:
+        raise ConfigError(
+            "the trainer does not support this implementation of layers",
+            where=where,
+            found=config.transformer_impl,
+            expected=f"local or {TRANSFORMER_ENGINE}",
+        )
+    if getattr(config, "multi_latent_attention", False) or hasattr(bridge, "adapted"):
+        hf_config: Any = bridge.hf_config
+        raise ConfigError(
+            "the layers of this family are local layers only",
+            where=where,
+            found=f"{TRANSFORMER_ENGINE}, with model_type: {hf_config.model_type}",
+            do="remove the key",
+        )
+    if not gpt_layer_specs.HAVE_TE:
+        raise ConfigError(
+            "Transformer Engine cannot be imported",
+            where=where,
+            found=TRANSFORMER_ENGINE,
+            do="install it on a machine with CUDA's toolkit and cuDNN (pip install "
+            "--no-build-isolation 'transformer_engine[pytorch]'), or remove the key: local layers "
+            "have the same parameters and formulas",
+        )
 
 
 def _set_chunks(bridge: LLMBridge, train: TrainConfig) -> None:

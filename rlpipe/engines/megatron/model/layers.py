@@ -1,11 +1,11 @@
-"""The decoder of policy and critic, in Megatron's local (not Transformer Engine) layers.
+"""The decoder of policy and critic, in Megatron's local layers or in Transformer Engine's.
 
-`block_spec` replaces attention, norms, SwiGLU and grouped experts of Megatron's specification by
-the classes of this module (kernels: `fused`).
+`block_spec` chooses the layers. Of local layers it replaces attention, norms, SwiGLU and grouped
+experts by the classes of this module (kernels: `fused`), of Transformer Engine's attention and
+separate norms.
 
 `PolicyModel` ends before the logits: its last pipeline stage returns the final hidden states. Only
-the rows that a loss or a score reads become log-probs, a chunk at a time (`vocab`). `ValueModel`,
-the critic, has a value head in place of the output layer.
+the rows that a loss or a score reads become log-probs, a chunk at a time (`vocab`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ from rlpipe.engines.megatron.model.fused import (
 )
 from rlpipe.errors import ConfigError
 
+TRANSFORMER_ENGINE = "transformer_engine"
+"""Value of `transformer_impl`."""
 # Low enough that padding never gets probability. Not -inf: user functions would make NaN of
 # 0 × -inf.
 PADDING_LOGIT = -1.0e30
@@ -275,45 +277,83 @@ def block_spec(
 ) -> Any:
     """Return the specification of a chunk's layers (a TransformerBlockSubmodules).
 
-    It is Megatron's specification of local layers with some parts replaced. `stage`: the pipeline
-    stage, None is this rank's. `chunk`: its number with virtual pipelining, else None. Raises:
-    ConfigError if a part to replace is not Megatron's own, because its change would be ignored.
+    It is Megatron's specification of local layers, or of Transformer Engine's layers
+    (`transformer_impl`), with some parts replaced. `stage`: the pipeline stage, None is this
+    rank's. `chunk`: its number with virtual pipelining, else None. Raises: ConfigError if a part to
+    replace is not Megatron's own, because its change would be ignored.
     """
+    fused = config.transformer_impl == TRANSFORMER_ENGINE
     plain = copy.copy(config)
-    # Megatron's own grouped experts need packages that are not required here.
-    plain.moe_grouped_gemm = False
+    # Megatron's own grouped experts need Transformer Engine.
+    plain.moe_grouped_gemm = fused and config.moe_grouped_gemm
     # Looked up at each call: a user hook may have replaced the function in this module.
     block: Any = gpt_layer_specs.get_gpt_decoder_block_spec(
         plain,
-        use_transformer_engine=False,
+        use_transformer_engine=fused,
         normalization=config.normalization,
         vp_stage=chunk,
         pp_rank=stage,
     )
     for layer in distinct_layers(block):
-        attention = layer.submodules.self_attention
-        mlp = layer.submodules.mlp
-        require_own("core_attention", attention.submodules.core_attention, DotProductAttention)
-        attention.submodules.core_attention = CoreAttention
-        if attention.module is SelfAttention:
-            attention.module = Attention
-        if getattr(mlp, "module", None) is MLP:
-            require_own("mlp.linear_fc1", mlp.submodules.linear_fc1, ColumnParallelLinear)
-            require_own("mlp.linear_fc2", mlp.submodules.linear_fc2, RowParallelLinear)
-            layer.submodules.mlp = FeedForward
-        elif config.moe_grouped_gemm and getattr(mlp, "module", None) is MoELayer:
-            require_own("mlp.experts", mlp.submodules.experts.module, SequentialMLP)
-            assert not config.add_bias_linear and _is_swiglu(config), (
-                "bridges.supported refuses all other experts"
-            )
-            mlp.submodules.experts = ModuleSpec(
-                module=GroupedExperts, submodules=mlp.submodules.experts.submodules
-            )
-        _use_our_norm(layer.submodules)
-        _use_our_norm(attention.submodules)
-    require_own("layer_norm", block.layer_norm, WrappedTorchNorm, gpt_layer_specs.LNImpl)
+        if fused:
+            _adapt_fused_layer(layer)
+        else:
+            _adapt_local_layer(layer, config)
+    norms = _fused_norms() if fused else (WrappedTorchNorm, gpt_layer_specs.LNImpl)
+    require_own("layer_norm", block.layer_norm, *norms)
     block.layer_norm = Norm
     return block
+
+
+def _adapt_local_layer(layer: Any, config: TransformerConfig) -> None:
+    attention = layer.submodules.self_attention
+    mlp = layer.submodules.mlp
+    require_own("core_attention", attention.submodules.core_attention, DotProductAttention)
+    attention.submodules.core_attention = CoreAttention
+    if attention.module is SelfAttention:
+        attention.module = Attention
+    if getattr(mlp, "module", None) is MLP:
+        require_own("mlp.linear_fc1", mlp.submodules.linear_fc1, ColumnParallelLinear)
+        require_own("mlp.linear_fc2", mlp.submodules.linear_fc2, RowParallelLinear)
+        layer.submodules.mlp = FeedForward
+    elif config.moe_grouped_gemm and getattr(mlp, "module", None) is MoELayer:
+        require_own("mlp.experts", mlp.submodules.experts.module, SequentialMLP)
+        assert not config.add_bias_linear and _is_swiglu(config), (
+            "bridges.supported refuses all other experts"
+        )
+        mlp.submodules.experts = ModuleSpec(
+            module=GroupedExperts, submodules=mlp.submodules.experts.submodules
+        )
+    _use_our_norm(layer.submodules, (WrappedTorchNorm,))
+    _use_our_norm(attention.submodules, (WrappedTorchNorm,))
+
+
+def _adapt_fused_layer(layer: Any) -> None:
+    """Use our attention and norms in a layer of Transformer Engine.
+
+    Its norms before linear layers are part of those layers. Tensors in checkpoints have the same
+    names as those of a local layer.
+    """
+    attention = layer.submodules.self_attention
+    core = gpt_layer_specs.TESpecProvider().core_attention()
+    require_own("core_attention", attention.submodules.core_attention, core)
+    attention.submodules.core_attention = CoreAttention
+    _use_our_norm(layer.submodules, _fused_norms())
+    _use_our_norm(attention.submodules, _fused_norms())
+    if getattr(layer.submodules.mlp, "module", None) is MoELayer:
+        # Megatron's local layers store the norm before experts under the name of a dense layer.
+        layer.submodules.sharded_state_dict_keys_map = {
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
+        }
+
+
+def _fused_norms() -> tuple[type, ...]:
+    provider = gpt_layer_specs.TESpecProvider()
+    return (
+        gpt_layer_specs.TENorm,
+        provider.layer_norm(rms_norm=True),
+        provider.layer_norm(rms_norm=True, for_qk=True),
+    )
 
 
 def distinct_layers(block: Any) -> list[Any]:
@@ -338,9 +378,9 @@ def require_own(part: str, module: Any, *own: type) -> None:
     )
 
 
-def _use_our_norm(submodules) -> None:
+def _use_our_norm(submodules, norms: tuple[type, ...]) -> None:
     for name, value in vars(submodules).items():
-        if value is WrappedTorchNorm:
+        if value in norms:
             setattr(submodules, name, Norm)
 
 
@@ -426,43 +466,3 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         assert weight is not None, "not on the last pipeline stage"
         return weight
-
-
-class ValueHead(torch.nn.Module):
-    """One value per position: w·h + b in float32 for any dtype of the model.
-
-    Equal on all tensor parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        )
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the values [n] float32 of hidden states [n, H]."""
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
-        return values[:, 0]
-
-
-class ValueModel(PolicyModel):
-    """A GPT with a value head, initially 0, in place of its output layer."""
-
-    def __init__(self, **keywords: Any) -> None:
-        keywords["share_embeddings_and_output_weights"] = False
-        super().__init__(**keywords)
-        if self.post_process:
-            self.output_layer = ValueHead(self.config)
-
-    def values(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the values [n] float32 at `rows`, on every tensor parallel rank."""
-        if self.config.sequence_parallel:
-            group = self.pg_collection.tp
-            # Every tensor parallel rank computes the same loss. So each sequence parallel rank
-            # takes its own part of the gradient, and nothing is summed.
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False, group=group
-            )
-        return self.output_layer(hidden_states[:, 0].index_select(0, rows))

@@ -34,7 +34,7 @@ from rlpipe.engines.megatron.bridges.bridge import load_weights
 from rlpipe.engines.megatron.checkpoint.checkpoint import load_decoder
 from rlpipe.engines.megatron.checkpoint.state import initialize_adam_state, named_weights
 from rlpipe.engines.megatron.model.build import TrainedModel, build
-from rlpipe.engines.megatron.model.layers import ValueHead, ValueModel
+from rlpipe.engines.megatron.model.value_model import ValueHead, ValueModel
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.optimizer_step import (
     summed_metrics,

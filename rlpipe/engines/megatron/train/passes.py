@@ -21,8 +21,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlpipe.engines.megatron.model.build import ScoringModel, TrainedModel
-from rlpipe.engines.megatron.model.layers import ValueModel
 from rlpipe.engines.megatron.model.prediction import PredictionLoss
+from rlpipe.engines.megatron.model.value_model import ValueModel
 from rlpipe.engines.megatron.model.vocab import log_probs_and_entropy
 from rlpipe.engines.megatron.train.batch import MicroBatch, Slice
 from rlpipe.engines.megatron.train.routing import ForwardContext
