@@ -27,6 +27,8 @@ DISTILLATION = "slime.rollout.on_policy_distillation"
 """slime's module that asks a teacher by a reward function and its post-processing."""
 NO_REWARD = "rlpipe.rewards.slime_distillation.no_task_reward"
 """Reward function of a run that only follows a teacher."""
+COMPARING = ("math", "dapo", "deepscaler", "f1", "gpqa")
+"""Rules that compare a response with its label."""
 
 
 def reward_function(
@@ -40,7 +42,7 @@ def reward_function(
     kind = values.get("rm_type")
     reward_key = values.get("reward_key")
     optional_key = {} if reward_key is None else {"reward_key": reward_key}
-    if path == f"{DISTILLATION}.reward_func":
+    if path == f"{DISTILLATION}.reward_func" or follows_teacher_only(values):
         # `teacher.url` asks the teacher; the task has no reward.
         return {"type": "python", "path": NO_REWARD}
     if path is not None:
@@ -67,6 +69,17 @@ def reward_function(
         return None
     check_rule(kind, where)
     return {"type": "by_row", "default": kind, **optional_key}
+
+
+def follows_teacher_only(values: Mapping[str, Any]) -> bool:
+    """True for distillation with a rule that has no labels to compare with, so that it gives 0."""
+    rule = (values.get("rm_type") or "").removeprefix("boxed_")
+    return bool(
+        values.get("use_opd")
+        and values.get("custom_rm_path") is None
+        and values.get("label_key") is None
+        and rule in COMPARING
+    )
 
 
 def check_rule(kind: str, where: str) -> None:

@@ -17,6 +17,7 @@ from rlpipe.rollout.filters import load_filter
 from rlpipe.slime.args import slime_args
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, keys_of, overrides_of
+from rlpipe.slime.reward_flags import NO_REWARD
 
 LAUNCH = """
 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --swiglu --num-layers 36
@@ -273,6 +274,9 @@ def test_corrections_of_slime_become_tis_modes(name: str, mode: str):
         ),
         ("--rm-type boxed_math", {"type": "by_row", "default": "boxed_math"}),
         ("--prompt-data a.jsonl", {"type": "by_row"}),
+        ("--rm-type math --use-opd", {"type": "python", "path": NO_REWARD}),
+        ("--rm-type math --use-opd --label-key label", {"type": "by_row", "default": "math"}),
+        ("--rm-type random --use-opd", {"type": "by_row", "default": "random"}),
     ],
 )
 def test_the_reward_follows_from_its_flags(words: str, function: dict):
