@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.bridges.weight_files import from_mxfp4
 from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
 from rlpipe.engines.megatron.checkpoint.conversion.convert import (
     _extra_names,
@@ -28,6 +29,7 @@ from rlpipe.errors import ConfigError, DataError, StoreFull
 from rlpipe.system.megatron_weights import TRACKER
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.conversion_jobs import in_old_format, save_and_tell
+from tests.engines.megatron.families import make
 from tests.engines.megatron.ranks import engine, make_batch, weights_of_checkpoint
 
 SMALL = 60_000
@@ -68,6 +70,43 @@ def test_a_round_trip_gives_equal_bits_and_files(model, tmp_path, family):
         tensor.nbytes for tensor in load_all(tmp_path / "back").values()
     )
     assert set(index["weight_map"]) == set(load_all(tmp_path / family))
+
+
+@pytest.mark.integration
+def test_experts_that_are_one_tensor_in_the_file_are_converted(tmp_path):
+    directory = Path(make("gpt_oss", tmp_path / "model"))
+    there = to_torch_dist(directory, tmp_path / "dist", shard_bytes=SMALL)
+    back = to_hf(tmp_path / "dist", tmp_path / "back", shard_bytes=SMALL)
+    assert there.files > 2 and back.files > 2
+    assert list(different(directory, tmp_path / "back")) == []
+
+
+@pytest.mark.integration
+def test_mxfp4_weights_are_converted_dequantised(tmp_path):
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 1}
+    directory = Path(make("gpt_oss", tmp_path / "model", changes=sizes, dtype=torch.bfloat16))
+    stored = load_file(directory / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    experts, rows, columns = stored.pop(name).shape
+    values = torch.Generator().manual_seed(0)
+    shape = (experts, columns, rows // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=values)
+    scales = torch.randint(120, 126, shape, dtype=torch.uint8, generator=values)
+    save_file(
+        stored | {f"{name}_blocks": blocks, f"{name}_scales": scales},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(config))
+    to_torch_dist(directory, tmp_path / "dist")
+    to_hf(tmp_path / "dist", tmp_path / "back")
+    written = load_all(tmp_path / "back")
+    expected = stored | {name: from_mxfp4(blocks, scales)}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], weight) for name, weight in expected.items())
+    assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
 
 
 def load_all(directory: Path) -> dict[str, torch.Tensor]:

@@ -281,7 +281,8 @@ def _write_record(folder: Path, identity: str, source: Path, report: Report) -> 
 class _Plan:
     """The source of every Hugging Face tensor, before any is read.
 
-    A unit is (source, name); the source is "model", "checkpoint", "head" (of a critic) or "origin".
+    A unit is (source, name); the source is "model", "stack" (experts that are one tensor in the
+    file), "checkpoint", "head" (of a critic) or "origin".
     """
 
     def __init__(
@@ -296,14 +297,18 @@ class _Plan:
             for name, tensor in meta_model.tensors.items()
             if not (head and name == "output_layer.weight")
         }
-        self.results: dict[tuple[str, str], list[str]] = {
-            ("model", name): list(parts) for name, parts in split.items()
-        }
+        self._stacks: dict[str, list[str]] = {}
+        """Tensor in the file → the Megatron tensors of its experts, in the order of experts."""
+        self.results: dict[tuple[str, str], list[str]] = {}
         """Unit → the names of its Hugging Face tensors."""
-        self.sizes = {
-            ("model", name): sum(part.nbytes for part in parts.values())
-            for name, parts in split.items()
-        }
+        self.sizes: dict[tuple[str, str], int] = {}
+        for name, parts in split.items():
+            whole, bracket, _ = next(iter(parts)).partition("[")
+            unit = ("stack", whole) if bracket else ("model", name)
+            if bracket:
+                self._stacks.setdefault(whole, []).append(name)
+            self.results[unit] = [whole] if bracket else list(parts)
+            self.sizes[unit] = self.sizes.get(unit, 0) + sum(t.nbytes for t in parts.values())
         names = {name: list(parts) for name, parts in split.items()}
         extra = {("checkpoint", name): tensor for name, tensor in stored.extra_tensors.items()}
         missing = [] if origin is None or extra or head else _extra_names(origin, names, meta_model)
@@ -344,9 +349,18 @@ class _Plan:
             for name, full in stored.items()
             for hf_name, tensor in self._meta_model.to_hf(name, full).items()
         }
+        tensors |= {whole: self._stack(whole) for whole in names_from("stack")}
         tensors |= self._stored.read_extra(names_from("checkpoint"))
         tensors |= self._stored.read_value_head(names_from("head"))
         return tensors | {name: self._original(name) for name in names_from("origin")}
+
+    def _stack(self, whole: str) -> torch.Tensor:
+        experts = self._stacks[whole]
+        stored = self._stored.read(self._meta_model, experts)
+        parts: dict[str, torch.Tensor] = {}
+        for name in experts:
+            parts |= self._meta_model.to_hf(name, stored[name])
+        return torch.stack([parts[f"{whole}[{number}]"] for number in range(len(parts))])
 
     def _original(self, name: str) -> torch.Tensor:
         """Return a tensor of the original directory, or the trained tensor if it is a copy."""
@@ -366,7 +380,7 @@ def _extra_names(
 
     The copy of a tied embedding is not among them.
     """
-    known = {name for names in sources.values() for name in names}
+    known = {name.partition("[")[0] for names in sources.values() for name in names}
     return [
         name
         for name in weights.names

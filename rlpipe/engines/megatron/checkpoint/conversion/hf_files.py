@@ -2,8 +2,8 @@
 
 `HfWeights` reads one tensor at a time. `small_files`, `pack`, `unpack` and `carry` handle
 configuration and tokenizer. `write_file` and `write_index` write safetensors. `different` compares
-two directories. FP8 weights with a scale per block (`…weight_scale_inv`, DeepSeek's format) are
-read dequantised.
+two directories. FP8 weights with a scale per block (`…weight_scale_inv`, DeepSeek's format) and
+MXFP4 weights (`…_blocks`, `…_scales`) are read dequantised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlpipe.engines.megatron.bridges.weight_files import INDEX, SCALE_SUFFIX, from_blocks
+from rlpipe.engines.megatron.bridges.weight_files import (
+    INDEX,
+    MXFP4_SUFFIXES,
+    SCALE_SUFFIX,
+    from_blocks,
+    from_mxfp4,
+)
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.system.tensor_files import save_tensors
 
@@ -58,7 +64,7 @@ class HfWeights:
     """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: dtype of dequantised FP8 weights."""
+        """`dtype`: dtype of dequantised weights."""
         self._directory = Path(directory)
         self._dtype = dtype
         self._headers: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -100,29 +106,41 @@ class HfWeights:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all tensors except the scales of FP8 weights."""
+        """Names of all tensors. Those of quantised weights are the names without quantisation."""
+        blocks, scales = MXFP4_SUFFIXES
         return [
-            name
+            whole if self._has_mxfp4(whole := name.removesuffix(blocks)) else name
             for name in self._headers
             if not (
-                name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._headers
+                (name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._headers)
+                or (name.endswith(scales) and self._has_mxfp4(name.removesuffix(scales)))
             )
         ]
+
+    def _has_mxfp4(self, name: str) -> bool:
+        return all(f"{name}{suffix}" in self._headers for suffix in MXFP4_SUFFIXES)
 
     def __contains__(self, name: str) -> bool:
         return name in self._headers
 
     def meta(self, name: str) -> torch.Tensor:
         """Return a tensor as `read` would, on the meta device."""
+        if self._has_mxfp4(name):
+            *experts, rows, blocks, _ = self._headers[f"{name}{MXFP4_SUFFIXES[0]}"][1]["shape"]
+            return torch.empty(*experts, 32 * blocks, rows, dtype=self._dtype, device="meta")
         entry = self._headers[name][1]
         dtype = self._dtype if f"{name}{SCALE_SUFFIX}" in self._headers else _DTYPES[entry["dtype"]]
         return torch.empty(entry["shape"], dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in memory.
+        """Return one tensor in memory, or the part with index 3 of NAME for `NAME[3]`.
 
         Raises: DataError if it is missing, or FP8 without scales.
         """
+        whole, bracket, part = name.partition("[")
+        if self._has_mxfp4(whole):
+            names = (f"{whole}{suffix}{bracket}{part}" for suffix in MXFP4_SUFFIXES)
+            return from_mxfp4(*map(self._stored, names)).to(self._dtype)
         tensor = self._stored(name)
         if f"{name}{SCALE_SUFFIX}" not in self._headers:
             if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -136,11 +154,14 @@ class HfWeights:
         return from_blocks(tensor, self._stored(f"{name}{SCALE_SUFFIX}")).to(self._dtype)
 
     def _stored(self, name: str) -> torch.Tensor:
-        if name not in self._headers:
+        whole, bracket, part = name.partition("[")
+        if whole not in self._headers:
             raise DataError("a weight is missing", where=str(self._directory), expected=name)
-        path = self._headers[name][0]
+        path = self._headers[whole][0]
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
+                if bracket:
+                    return file.get_slice(whole)[int(part.removesuffix("]"))].clone()
                 return file.get_tensor(name).clone()
         except SafetensorError as error:
             raise DataError(
