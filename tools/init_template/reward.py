@@ -4,7 +4,8 @@
 def score(sample) -> float:
     """Return 1 for the right answer, 0.2 for another digit, else 0.
 
-    `sample` has prompt, response, label (the row's `answer`) and metadata (its other columns).
+    `sample` has prompt, response, label (the row's `answer`) and metadata (an object in the row's
+    column `metadata`, if any).
     """
     response = sample.response.strip()
     if response == sample.label:
