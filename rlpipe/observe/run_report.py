@@ -124,7 +124,7 @@ def _change(scores: Sequence[Score], measure: str) -> str:
 
 def _from_to(before: str, after: str, gain: float) -> str:
     worse = " worse" if gain < 0 else " same" if gain == 0 else ""
-    # Long figures are drawn smaller, so that they stay beside the chart.
+    # Long figures are drawn smaller, so that they do not cover the chart.
     characters = len(f"{before}→{after}")
     return (
         f'<div class="big" style="--characters: {characters}">'
