@@ -132,3 +132,27 @@ def test_the_flags_of_a_family_are_accepted_and_those_of_config_json_not_passed_
 def test_flags_of_another_model_are_refused(tmp_path, flags, word):
     with pytest.raises(ConfigError, match=word):
         read(tmp_path, flags, V3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "num_layers_per_virtual_pipeline_stage",
+            2,
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 4", "virtual_pipeline_model_parallel_size", 4),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 8",
+            "microbatch_group_size_per_vp_stage",
+            8,
+        ),
+        ("--transformer-impl transformer_engine", None, None),
+    ],
+)
+def test_flags_of_layers_and_their_chunks_set_keys(flags, key, value):
+    megatron = [
+        one for one in overrides_of(read_flags(flags.split())) if one.startswith("train.megatron.")
+    ]
+    assert megatron == ([] if key is None else [f"train.megatron.{key}={value}"])

@@ -338,6 +338,24 @@ def copy_of_checkpoint(
         ours.close()
 
 
+def offload_and_train(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
+    """Offload everything, restore it and train; return kept bytes and digests."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    try:
+        ours.load_hf()
+        before = ours.state_digest()
+        kept = ours.occupy(())["kept_bytes"]
+        ours.occupy()
+        return {
+            "kept": kept,
+            "before": before,
+            "after": ours.state_digest(),
+            "end": _train(ours, [0]),
+        }
+    finally:
+        ours.close()
+
+
 def with_returns(batch: BatchColumns, values: np.ndarray, seed: int) -> BatchColumns:
     """Add the critic's columns: values with small differences, and returns."""
     returns = near(np.zeros_like(values), 1.0, seed)

@@ -16,15 +16,13 @@ SYNC = SyncConfig(update_weight_buffer_size=40_000, timeout_s=60.0)
 
 
 def export_both_ways(
-    rank: int, world_size: int, port: int, model_dir: str, parallel: dict
+    rank: int, world_size: int, port: int, model_dir: str, train: dict
 ) -> dict[str, Any]:
     """Return the tensors of this rank's stage, of the full model and of mbridge's export."""
     from rlpipe.engines.megatron.bridges.bridge import mbridge_view
     from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
 
-    ours = engine(
-        model_dir, TrainConfig.model_validate({"parallel": parallel}), rank, world_size, port
-    )
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
     try:
         ours.load_hf()
         bridge = ours.trained.bridge

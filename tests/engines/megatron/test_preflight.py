@@ -132,6 +132,18 @@ def test_preflight_refuses_arguments_that_the_ranks_refuse(models, family, train
                 "megatron": {"pipeline_model_parallel_layout": "Et|tL"},
             },
         ),
+        (
+            "qwen3_deep",
+            PIPELINE | {"megatron": {"pipeline_model_parallel_layout": "Et|t|t|tL"}},
+        ),
+        (
+            "qwen3_deep",
+            PIPELINE | {"megatron": {"num_layers_per_virtual_pipeline_stage": 1}},
+        ),
+        (
+            "qwen3_deep",
+            PIPELINE | {"megatron": {"virtual_pipeline_model_parallel_size": 1}},
+        ),
         ("qwen3_moe", {"parallel": {"expert_model_parallel_size": 2}, "use_routing_replay": True}),
         (
             "qwen3_moe",

@@ -9,6 +9,7 @@ from rlpipe.system.ports import free_port
 from tests.engines.megatron.checkpoint.test_checkpoint import check
 from tests.engines.megatron.ranks import (
     copy_of_checkpoint,
+    offload_and_train,
     save_and_resume,
     score_and_train,
     train_on_any_number,
@@ -140,3 +141,10 @@ def test_routing_is_recorded_and_replayed_in_chunks(models, two_ranks, recompute
         assert found["free"] == [None, None]
     for step, expected in zip(first["steps"], wanted["steps"], strict=True):
         assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.integration
+def test_all_chunks_are_offloaded_and_restored(models, two_ranks):
+    for found in two_ranks.run(offload_and_train, models["qwen3_deep"], CHUNKS):
+        assert found["kept"] == 0
+        assert found["before"] == found["after"] != found["end"]

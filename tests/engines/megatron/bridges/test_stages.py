@@ -17,6 +17,7 @@ from rlpipe.sync.transports.base import TransportSetup
 from rlpipe.sync.transports.distributed import GROUP_NAME
 from rlpipe.sync.transports.staged import Board, StagedTransport, stage_group_name
 from tests.engines.megatron.stage_jobs import export_both_ways, push_by_stages
+from tests.engines.megatron.test_virtual_pipeline import CHUNKS
 from tests.live_engine import Live, live_engine, log_probs, make_model
 
 TOKENS = [5, 9, 20, 31]
@@ -37,17 +38,18 @@ async def holds(live: Live, model: Any) -> str:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("family", "parallel", "senders"),
+    ("family", "train", "senders"),
     [
-        ("qwen3", {"pipeline_model_parallel_size": 2}, [True, True]),
-        ("llama", {"tensor_model_parallel_size": 2}, [True, False]),
-        ("qwen3_moe", {"expert_model_parallel_size": 2}, [True, False]),
+        ("qwen3", {"parallel": {"pipeline_model_parallel_size": 2}}, [True, True]),
+        ("qwen3_deep", CHUNKS, [True, True]),
+        ("llama", {"parallel": {"tensor_model_parallel_size": 2}}, [True, False]),
+        ("qwen3_moe", {"parallel": {"expert_model_parallel_size": 2}}, [True, False]),
     ],
 )
 def test_the_weights_of_all_stages_equal_the_model(
-    models, two_ranks, family: str, parallel: dict, senders: list[bool]
+    models, two_ranks, family: str, train: dict, senders: list[bool]
 ):
-    found = two_ranks.run(export_both_ways, models[family], parallel)
+    found = two_ranks.run(export_both_ways, models[family], train)
     assert [one["is_sender"] for one in found] == senders
     joined: dict[str, np.ndarray] = {}
     for one in found:
