@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf
 from rlpipe.sync.tensors import check_tensors, expected_shapes
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
@@ -168,6 +169,7 @@ def test_the_layer_is_loaded_trained_and_exported(family, tmp_path):
         packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
         step = ours.train(batch, packing).steps[0]
         ours.save_hf(tmp_path / "trained")
+        ours.save_checkpoint(tmp_path / "saved", 3)
         shapes = expected_shapes(directory)
         missing = set(shapes)
         pushed = dict(check_tensors(ours.named_hf_tensors(), shapes, missing))
@@ -190,3 +192,8 @@ def test_the_layer_is_loaded_trained_and_exported(family, tmp_path):
             unused = ".indexer." in name or ".experts." in name
             assert unused or not torch.equal(trained[name], stored[name]), name
     assert not missing and pushed.keys() == shapes.keys()
+
+    to_hf(tmp_path / "saved", tmp_path / "converted", origin=Path(directory))
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    assert converted.keys() == trained.keys()
+    assert all(torch.equal(converted[name], trained[name]) for name in trained)

@@ -170,7 +170,9 @@ def to_hf(
         to="huggingface",
     )
     with single_process_groups(), _model_files(source.folder, origin) as model_dir:
-        meta_model = MetaModel(model_dir, target_dtype, metadata=stored.layout)
+        meta_model = MetaModel(
+            model_dir, target_dtype, metadata=stored.layout, predicts=stored.predicts
+        )
         has_weights = any(model_dir.glob("*.safetensors"))
         original = HfWeights(model_dir, target_dtype) if has_weights else None
         plan = _Plan(meta_model, stored, original)

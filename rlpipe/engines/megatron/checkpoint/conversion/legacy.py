@@ -51,6 +51,8 @@ class LegacyCheckpoint:
 
     extra_tensors: dict[str, torch.Tensor]
     """Always empty in this format."""
+    predicts = False
+    """Layers for multi-token prediction of this format are not read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

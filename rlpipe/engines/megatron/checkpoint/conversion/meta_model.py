@@ -26,6 +26,7 @@ from rlpipe.engines.megatron.bridges.bridge import (
     open_bridge,
 )
 from rlpipe.engines.megatron.model.layers import PolicyModel
+from rlpipe.engines.megatron.model.prediction import prediction_spec
 from rlpipe.engines.megatron.process_groups import close_groups, open_groups
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
@@ -68,11 +69,17 @@ def single_process_groups() -> Iterator[None]:
 class MetaModel:
     """The model of a directory with config.json. Needs open groups (`single_process_groups`).
 
-    `metadata`: content metadata of the checkpoint to read, if any. Raises: ConfigError.
+    `metadata`: content metadata of the checkpoint to read, if any. `predicts`: with the layers for
+    multi-token prediction. Raises: ConfigError.
     """
 
     def __init__(
-        self, model_dir: str | Path, dtype: torch.dtype, *, metadata: dict[str, Any] | None = None
+        self,
+        model_dir: str | Path,
+        dtype: torch.dtype,
+        *,
+        metadata: dict[str, Any] | None = None,
+        predicts: bool = False,
     ) -> None:
         keep: Any = dict.fromkeys(
             ("init_method", "output_layer_init_method", "embedding_init_method"), _keep_undefined
@@ -80,12 +87,19 @@ class MetaModel:
         settings = {"use_cpu_initialization": True, **keep}
         self.bridge = open_bridge(str(model_dir), dtype, **settings)
         self.dtype = dtype
+        config: Any = self.bridge.config
+        config.mtp_num_layers = getattr(self.bridge, "prediction_layers", 0) if predicts else None
+        block = layers_of(self.bridge)
+        further = {}
+        if config.mtp_num_layers:
+            further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
         with torch.device("meta"):
             self._model = PolicyModel(
-                config=self.bridge.config,
-                transformer_layer_spec=layers_of(self.bridge),
+                config=config,
+                transformer_layer_spec=block,
                 share_embeddings_and_output_weights=self.tied,
                 **model_arguments(self.bridge),
+                **further,
             )
         state: dict[str, Any] = self._model.state_dict()
         self.mbridge_names: dict[str, str] = dict(

@@ -256,6 +256,11 @@ class Checkpoint:
         return layout
 
     @property
+    def predicts(self) -> bool:
+        """True if the checkpoint has trained layers for multi-token prediction."""
+        return any(name.startswith("mtp.") for name in self._stored.state_dict_metadata)
+
+    @property
     def extra_tensors(self) -> dict[str, torch.Tensor]:
         """The extra tensors by Hugging Face name, on the meta device."""
         return {
