@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.config.data import DataConfig, ReasoningGymPrompts
 from rlpipe.config.hooks import load_hook
+from rlpipe.config.load import load_run
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import load_prompts
 from rlpipe.data.source import DataSource
@@ -61,7 +62,7 @@ def test_only_the_seed_decides_the_weights(directory, tmp_path):
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != weights
 
 
-def test_prompts_have_at_most_8_tokens_and_answers_at_most_8(directory):
+def test_prompts_and_answers_have_at_most_8_tokens_and_the_recipes_sample_8(directory):
     tokenizer = load_tokenizer(str(directory))
     prompts = ReasoningGymPrompts(
         type="reasoning_gym", task="spell_backward", arguments=WORDS, size=500
@@ -71,6 +72,8 @@ def test_prompts_have_at_most_8_tokens_and_answers_at_most_8(directory):
     plan = DataSource(load_prompts(prompts), tokenizer, data, rollout, "run").plan(0, DataState())
     assert max(len(group.prompt_ids) for group in plan.groups) == 8
     assert max(len(group.response_ids) for group in plan.groups) == 8
+    for recipe in ("spell_backward", "spell_backward_sft"):
+        assert load_run(recipe).rollout.rollout_max_response_len == 8
     for group in plan.groups:
         assert tokenizer.decode(list(group.prompt_ids)) == group.prompt
         assert tokenizer.decode(list(group.response_ids), skip_special_tokens=True) == group.label
