@@ -129,6 +129,31 @@ LAYOUTS = {
 
 @pytest.mark.long
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f == "qwen3_next" else pytest.mark.long) for f in FAMILIES],
+)
+def test_a_family_scores_and_trains_in_bfloat16(family, tmp_path):
+    directory = make(family, tmp_path / "model")
+    precise = engine(directory, TRAIN, 0, 1, free_port())
+    try:
+        precise.load_hf()
+        batch = make_batch()
+        wanted = precise.score(batch)
+    finally:
+        precise.close()
+    ours = engine(directory, TRAIN, 0, 1, free_port(), dtype="bfloat16")
+    try:
+        ours.load_hf()
+        scores = ours.score(batch)
+        assert np.abs(scores - wanted).mean() < 0.15
+        batch = batch.with_columns(proximal_log_probs=scores, reference_log_probs=scores)
+        packing = plan(batch.lengths, global_batch_size=None, max_tokens=64, data_parallel=1)
+        assert ours.train(batch, packing).steps[0]["grad_norm"] > 0
+    finally:
+        ours.close()
+
+
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
     directory = make(family, tmp_path)
