@@ -10,14 +10,17 @@ from importlib import metadata
 from rlpipe.engines.sglang.server import local_device
 from rlpipe.errors import ConfigError
 
+_LATENT = "with latent attention, log-probs differ from those of transformers by 0.3"
 CPU_PROBLEMS = {
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": "sparse attention asks for the capability of a CUDA device",
     "minimax_m2": "the norm of queries and keys is a CUDA kernel, rms_sumsq_serial",
     "qwen3_5_moe_text": "the model needs the operator fused_sigmoid_mul_cpu of sgl_kernel",
     "qwen3_5_text": "the model needs the operator fused_sigmoid_mul_cpu of sgl_kernel",
     "qwen3_next": "linear attention needs the package sgl_kernel.mamba",
 }
-"""Model type → why SGLang's engine for CPUs fails with it, seen with models of two layers."""
+"""Model type → why SGLang's engine for CPUs fails or is wrong, seen with models of two layers."""
 OWN_CODE = ("mimo",)
 """Model types that neither transformers nor SGLang has: Python files of the directory read
 config.json."""
