@@ -30,6 +30,9 @@ from rlpipe.data.prompts import file_digests
 from rlpipe.store.nodes import input_digest
 from rlpipe.types import CONTRACTS, Node, Stage
 
+RANDOM_IN_TRAINING = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+"""Megatron's arguments with which an optimizer step's log-probs differ from a scoring pass."""
+
 Contracts = Mapping[Stage, int]
 """Stage → version of its contract. A branch keeps the versions with which it was created."""
 
@@ -224,6 +227,11 @@ def _advantage_settings(config: RunConfig) -> dict[str, Any]:
         **_chosen(config.rollout, "rollout_temperature", "mask_offpolicy_in_partial_rollout"),
         **_chosen(config.train, "use_routing_replay", "use_rollout_routing_replay"),
     }
+    # Whether a batch has proximal log-probs depends on the loss and the number of steps.
+    if config.advantage.score_proximal is None and (
+        scores_proximal(config) or config.num_steps_per_rollout > 1
+    ):
+        settings["proximal_log_probs"] = True
     if config.advantage.use_opd:
         settings["teacher"] = config.teacher.identity()
     if config.advantage.reference:
@@ -282,6 +290,37 @@ def _chosen(model: Config, *keys: str) -> dict[str, Any]:
     """
     identity = model.identity()
     return {key: identity[key] for key in keys if key in identity}
+
+
+def scores_proximal(config: RunConfig) -> bool | None:
+    """Return True if the policy scores batches before they are trained, False if it scores none.
+
+    None: only batches of more than one optimizer step. The configuration's value has precedence.
+
+    A pass before the first step is needed by terms of the advantages, by user functions that get
+    these log-probs or change the model, by recorded routing, by corrections that depend on tokens
+    of other micro-batches or ranks, and by iterations that train only the critic.
+    """
+    advantage = config.advantage
+    train = config.train
+    loss = train.loss
+    if advantage.score_proximal is not None:
+        return advantage.score_proximal
+    parallel = train.parallel.context_parallel_size
+    needed = (
+        advantage.kl_coef > 0
+        or advantage.use_opd
+        or bool(advantage.hooks)
+        or loss.type == "custom"
+        or train.custom_megatron_before_log_prob_hook_path is not None
+        or train.custom_megatron_before_train_step_hook_path is not None
+        or (train.use_routing_replay and not train.use_rollout_routing_replay)
+        or loss.corrects_whole_steps
+        or (loss.corrects_sequences and parallel > 1)
+        or (config.uses_critic and config.critic.num_critic_only_steps > 0)
+        or any(name in train.megatron and train.megatron[name] for name in RANDOM_IN_TRAINING)
+    )
+    return True if needed else None
 
 
 def layout(config: RunConfig) -> dict[str, int]:

@@ -208,6 +208,16 @@ def differing(first: RunConfig, second: RunConfig) -> set[str]:
     return {stage for stage, digest in before.items() if after[stage] != digest}
 
 
+def scores_first(config: RunConfig) -> bool:
+    """True if the advantage stage computes proximal log-probs, which several keys decide."""
+    inputs = advantage_inputs(config, "rollout", "reward", "before")
+    return "proximal_log_probs" in inputs.config
+
+
+def by_scoring(config: RunConfig) -> set[str]:
+    return {Stage.ADVANTAGE} if scores_first(config) != scores_first(CONFIG) else set()
+
+
 def expected(key: str) -> set[str]:
     found = [
         prefix
@@ -221,7 +231,11 @@ def test_each_identity_key_changes_exactly_the_stages_that_it_decides():
     found = {
         key: differing(CONFIG, changed(CONFIG, key)) for key, tuning in LEAVES.items() if not tuning
     }
-    assert found == {key: expected(key) for key in found}
+    assert found == {key: expected(key) | by_scoring(changed(CONFIG, key)) for key in found}
+    assert {key for key in found if by_scoring(changed(CONFIG, key))} > {
+        "train.custom_megatron_before_train_step_hook_path",
+        "train.num_steps_per_rollout",
+    }
 
 
 def test_only_these_keys_are_tuning_keys():
@@ -249,7 +263,7 @@ def test_combined_changes_change_the_union_of_the_stages(keys: set[str]):
         config = changed(config, key)
     ranks = ("resources.actor_num", "resources.critic_num")
     decided = [expected(key) for key in keys if not LEAVES[key] or key.startswith(ranks)]
-    assert differing(CONFIG, config) == set().union(*decided)
+    assert differing(CONFIG, config) == by_scoring(config).union(*decided)
 
 
 def test_a_sampling_filter_makes_its_source_and_the_reward_decide_the_rollout(tmp_path: Path):

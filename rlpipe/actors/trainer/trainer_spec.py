@@ -20,11 +20,9 @@ from rlpipe.lineage.source_weights import (
     local_directory,
     weight_sources,
 )
+from rlpipe.lineage.stage_inputs import scores_proximal
 from rlpipe.model_dir import directory_here
 from rlpipe.slime.args import slime_args
-
-RANDOM_IN_TRAINING = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-"""Megatron's arguments with which an optimizer step's log-probs differ from a scoring pass."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class TrainerSpec:
             engines_sleep=config.resources.engines_sleep,
             world_size=config.resources.trainer_ranks,
             threads=config.resources.threads_per_process,
-            score_proximal=_score_proximal(config),
+            score_proximal=scores_proximal(config),
             deterministic=config.deterministic,
             observe=config.observe,
             hook_args=slime_args(config) if _has_user_functions(config) else None,
@@ -153,35 +151,6 @@ class TrainerSpec:
             adam_dir=adam_directory(self.model, model_dir, home),
             reference_dir=paths.get("reference"),
         )
-
-
-def _score_proximal(config: RunConfig) -> bool | None:
-    """Return `TrainerSpec.score_proximal`; the configuration's value has precedence.
-
-    A pass before the first step is needed by terms of the advantages, by user functions that get
-    these log-probs or change the model, by recorded routing, by corrections that depend on tokens
-    of other micro-batches or ranks, and by iterations that train only the critic.
-    """
-    advantage = config.advantage
-    train = config.train
-    loss = train.loss
-    if advantage.score_proximal is not None:
-        return advantage.score_proximal
-    parallel = train.parallel.context_parallel_size
-    needed = (
-        advantage.kl_coef > 0
-        or advantage.use_opd
-        or bool(advantage.hooks)
-        or loss.type == "custom"
-        or train.custom_megatron_before_log_prob_hook_path is not None
-        or train.custom_megatron_before_train_step_hook_path is not None
-        or (train.use_routing_replay and not train.use_rollout_routing_replay)
-        or loss.corrects_whole_steps
-        or (loss.corrects_sequences and parallel > 1)
-        or (config.uses_critic and config.critic.num_critic_only_steps > 0)
-        or any(train.megatron.get(name) for name in RANDOM_IN_TRAINING)
-    )
-    return True if needed else None
 
 
 def _has_user_functions(config: RunConfig) -> bool:
