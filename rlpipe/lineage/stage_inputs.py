@@ -82,7 +82,8 @@ def init_inputs(
     settings = SETTINGS[Stage.INIT][version](config, fingerprint)
     if sources:
         settings["sources"] = dict(sources)
-    return Inputs(Stage.INIT, parents, settings, contract=version)
+    hooks = _hook_digests([config.train.custom_model_provider_path])
+    return Inputs(Stage.INIT, parents, settings, hooks, contract=version)
 
 
 def rollout_inputs(
@@ -119,6 +120,7 @@ def advantage_inputs(
         *config.advantage.hooks,
         config.train.custom_megatron_init_path,
         config.train.custom_megatron_before_log_prob_hook_path,
+        config.train.custom_model_provider_path,
     ]
     hooks = _hook_digests(paths)
     parents = {"rollout": rollout, "reward": reward, "before": before}
@@ -136,6 +138,7 @@ def train_inputs(
         *config.train.loss.hooks,
         config.train.custom_megatron_init_path,
         config.train.custom_megatron_before_train_step_hook_path,
+        config.train.custom_model_provider_path,
     ]
     hooks = _hook_digests(paths)
     parents = {"advantage": advantage, "before": before}
@@ -181,7 +184,13 @@ def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
         "model": fingerprint,
         **_chosen(config.model, "dtype"),
         **_chosen(
-            config.train, "optimizer", "parallel", "megatron", "use_distributed_optimizer", "seed"
+            config.train,
+            "optimizer",
+            "parallel",
+            "megatron",
+            "use_distributed_optimizer",
+            "seed",
+            "custom_model_provider_path",
         ),
         "layout": layout(config),
     }
