@@ -103,6 +103,10 @@ class TrainConfig(Config):
     custom_megatron_before_train_step_hook_path: str | None = None
     """User function `(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`, called in
     every optimizer step of the policy. None: no function."""
+    custom_model_provider_path: str | None = None
+    """User function `(pre_process, post_process[, vp_stage][, config])` that returns the policy as
+    Megatron's GPTModel. None: the layers of the model's family. See
+    `rlpipe.engines.megatron.model.provided`."""
     use_routing_replay: bool = False
     """For a mixture of experts: optimizer steps route every token to the experts that the scoring
     pass used. A change of routing then does not change the probability ratio. Needs

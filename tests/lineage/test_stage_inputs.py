@@ -71,6 +71,7 @@ EXPECTED = {
     "train.": {Stage.TRAIN},
     "train.custom_megatron_init_path": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.custom_megatron_before_log_prob_hook_path": {Stage.ADVANTAGE, Stage.TRAIN},
+    "train.custom_model_provider_path": {Stage.INIT, Stage.ADVANTAGE, Stage.TRAIN},
     "train.use_routing_replay": {Stage.ADVANTAGE, Stage.TRAIN},
     "train.use_rollout_routing_replay": {Stage.ROLLOUT, Stage.ADVANTAGE, Stage.TRAIN},
     "deterministic": {Stage.TRAIN},
@@ -109,7 +110,8 @@ TUNING = {
         "check_weight_update_equal in_flight transport update_weight_buffer_size probe_samples "
         "max_logprob_difference update_weight_disk_dir update_weight_disk_keep_files "
         "update_weight_local_checkpoint_dir update_weight_delta_encoding "
-        "update_weight_delta_checksum update_weight_full_interval timeout_s"
+        "update_weight_delta_checksum update_weight_full_interval timeout_s "
+        "custom_update_weight_post_write_path custom_pull_weights_pre_read_path"
     ),
     "checkpoint": "save_interval keep_local save_hf timeout_s",
     "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",

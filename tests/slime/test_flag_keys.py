@@ -359,6 +359,7 @@ def test_a_teacher_is_a_directory_or_the_server_of_rm_url():
         "custom_megatron_before_train_step_hook_path",
         "custom_reward_post_process_path",
         "custom_update_weight_post_write_path",
+        "custom_model_provider_path",
         "custom_convert_samples_to_train_data_path",
     ],
 )

@@ -36,6 +36,7 @@ from megatron.core.transformer.module import Float16Module
 from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
 from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
+from rlpipe.engines.megatron.model.provided import provided_model
 from rlpipe.engines.megatron.model.value_model import ValueModel
 
 _PARALLEL = "train.parallel"
@@ -119,6 +120,7 @@ def build(
     dtype = getattr(torch, model.dtype)
     _, for_optimizer, for_ddp = split_arguments(train.megatron)
     bridge = open_model(model_dir, model, train, deterministic=deterministic)
+    provider = None if issubclass(kind, ValueModel) else train.custom_model_provider_path
     chunks: list[Any] = [
         DistributedDataParallel(
             config=bridge.config,
@@ -127,7 +129,7 @@ def build(
             # As Megatron-LM: gradients of later chunks are reduced while earlier ones compute.
             disable_bucketing=number > 0,
         )
-        for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind))
+        for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind, provider))
     ]
     optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), chunks)
     bridge.config.grad_scale_func = optimizer.scale_loss
@@ -345,13 +347,16 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
 
 
 def _bare_chunks(
-    bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel]
+    bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel], provider: str | None = None
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of the model, one without virtual pipelining."""
+    """Build this rank's chunks of the model, one without virtual pipelining.
+
+    `provider`: path of a function that builds them (`provided`).
+    """
     number = bridge.config.virtual_pipeline_model_parallel_size
     # Megatron's schedules read the number of chunks here. All models of a rank have the same.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
-    return [_bare_chunk(bridge, dtype, kind, chunk) for chunk in chunk_numbers(bridge)]
+    return [_bare_chunk(bridge, dtype, kind, chunk, provider) for chunk in chunk_numbers(bridge)]
 
 
 def chunk_numbers(bridge: LLMBridge) -> list[int] | list[None]:
@@ -361,26 +366,36 @@ def chunk_numbers(bridge: LLMBridge) -> list[int] | list[None]:
 
 
 def _bare_chunk(
-    bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel], chunk: int | None
+    bridge: LLMBridge,
+    dtype: torch.dtype,
+    kind: type[PolicyModel],
+    chunk: int | None,
+    provider: str | None,
 ) -> torch.nn.Module:
     config = bridge.config
     hf_config: Any = bridge.hf_config
-    block = layers_of(bridge, chunk=chunk)
-    further = {}
+    place: dict[str, Any] = {
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        "vp_stage": chunk,
+    }
     if issubclass(kind, ValueModel):
         config.mtp_num_layers = None
-    elif config.mtp_num_layers:
-        further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
-    model = kind(
-        config=config,
-        transformer_layer_spec=block,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
-        vp_stage=chunk,
-        share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
-        **model_arguments(bridge),
-        **further,
-    )
+    if provider is not None:
+        model = provided_model(provider, config, **place)
+    else:
+        block = layers_of(bridge, chunk=chunk)
+        further = {}
+        if config.mtp_num_layers:
+            further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
+        model = kind(
+            config=config,
+            transformer_layer_spec=block,
+            share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
+            **place,
+            **model_arguments(bridge),
+            **further,
+        )
     model.set_vocabulary(hf_config.vocab_size)
     # Megatron's gradient norm reads these attributes of every parameter.
     for parameter in model.parameters():
