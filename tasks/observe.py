@@ -194,7 +194,9 @@ class Observer:
                 f"{name} {measured_mean(history, name)} {value:.3f}"
                 for name, value in self._accuracy.items()
             )
-            self._ctx.progress.say(f"{self._ctx.config.run}: after {version} iterations {line}")
+            # The weights that `rlpipe evaluate` evaluates were trained by another run.
+            after = f"after {version} iterations " if self._ctx.config.num_rollout else ""
+            self._ctx.progress.say(f"{self._ctx.config.run}: {after}{line}")
         await self.report()
 
     async def samples_page(self) -> None:

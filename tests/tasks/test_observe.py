@@ -190,6 +190,22 @@ async def test_an_error_of_a_user_log_function_is_printed_and_the_sinks_log(watc
     assert {"rollout/raw_reward", "train/loss", "eval/held/accuracy"} <= logged_steps(ctx).keys()
 
 
+@pytest.mark.parametrize(
+    ("num_rollout", "expected"),
+    [(3, "run: after 0 iterations held accuracy 1.000"), (0, "run: held accuracy 1.000")],
+)
+async def test_an_evaluation_of_another_runs_weights_prints_no_number_of_iterations(
+    watching: Watching, num_rollout: int, expected: str
+):
+    ctx, stream = watching("fails", "fails")
+    ctx.config = ctx.config.model_copy(update={"num_rollout": num_rollout})
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
+        await observer.evaluation(
+            0, evaluation(ctx), {"eval/held/accuracy": 1.0}, seconds=1.0, concurrent=False
+        )
+    assert expected in stream.getvalue()
+
+
 def test_user_log_functions_are_not_part_of_the_identity():
     observed = config(
         observe={
