@@ -108,6 +108,29 @@ def test_a_type_that_sglang_cannot_serve_trains_on_rollouts_of_another(runs: Run
     assert training["save"] == sampling["save"]
 
 
+def test_rewards_of_a_teacher_come_from_a_server_that_ends_with_the_run(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = []
+
+    class Teacher:
+        url = "http://127.0.0.1:7"
+
+        def __init__(self, model_path: str, *_: object, **__: object) -> None:
+            calls.append(Path(model_path).name)
+
+        def __getattr__(self, name: str):
+            return lambda *_: calls.append(name)
+
+    monkeypatch.setattr(starts, "Server", Teacher)
+    words = [*LAUNCH.split(), "--use-opd", "--rm-url", "http://teacher:13141/generate"]
+    assert starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a") == Start(STARTED)
+    assert starts._flags(tuple(runs.words["output.txt"]))["rm_url"] == [
+        "http://127.0.0.1:7/generate"
+    ]
+    assert calls == ["qwen3", "start", "wait_ready", "stop"]
+
+
 def test_a_model_with_own_code_is_trusted(runs: Runs, tmp_path: Path):
     words = LAUNCH.replace("Qwen3-4B", "MiMo-7B").split()
     assert starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a") == Start(STARTED)

@@ -16,12 +16,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
+from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.served_models import CPU_PROBLEMS, OWN_CODE
+from rlpipe.engines.sglang.server import Server
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
 from tools.slime_counts.launches import Launch
@@ -46,13 +51,13 @@ SIZES = {
     "rollout_max_response_len": 8,
     "eval_max_response_len": 8,
     "rollout_max_prompt_len": 256,
-    "rollout_max_context_len": 320,
+    "rollout_max_context_len": 4000,
     "eval_max_prompt_len": 256,
-    "eval_max_context_len": 320,
-    "max_tokens_per_gpu": 1024,
-    "log_probs_max_tokens_per_gpu": 1024,
+    "eval_max_context_len": 4000,
+    "max_tokens_per_gpu": 4096,
+    "log_probs_max_tokens_per_gpu": 4096,
     "sglang_server_concurrency": 8,
-    "sglang_context_length": 512,
+    "sglang_context_length": 4096,
     "save_interval": 2,
     "eval_interval": 2,
     "actor_num_nodes": 1,
@@ -146,7 +151,8 @@ def _start(launch: Launch, checkout: Path, folder: Path) -> Start:
     kind = Path(_flags(tuple(words))["hf_checkpoint"][0]).name
     if kind in OWN_CODE:
         words.append("model.source.trust_remote_code=true")
-    problem = _train(words, folder, checkout, python_path, "output.txt")
+    with _teacher(words, folder):
+        problem = _train(words, folder, checkout, python_path, "output.txt")
     if not problem or kind not in CPU_PROBLEMS:
         return Start(FAILED if problem else STARTED, problem)
     sampling = sampling_words(words, folder)
@@ -158,6 +164,32 @@ def _start(launch: Launch, checkout: Path, folder: Path) -> Start:
     if failure := _train(training, folder, checkout, python_path, "training.txt"):
         return Start(FAILED, failure)
     return Start(TRAINER_ONLY, problem)
+
+
+@contextmanager
+def _teacher(words: list[str], folder: Path) -> Iterator[None]:
+    """Serve a teacher of the launch's model type, if its rewards come from one (`--rm-url`)."""
+    flags = _flags(tuple(words))
+    url = urlsplit(flags["rm_url"][0]) if "rm_url" in flags else None
+    if url is None or url.path != "/generate" or "use_opd" not in flags:
+        yield
+        return
+    server = Server(
+        flags["hf_checkpoint"][0],
+        EngineConfig(),
+        ResourcesConfig(),
+        dtype="float32",
+        port=None,
+        log_path=folder / "teacher.log",
+        seed=0,
+    )
+    words[words.index("--rm-url") + 1] = f"{server.url}{url.path}"
+    try:
+        server.start()
+        server.wait_ready(TIMEOUT_S)
+        yield
+    finally:
+        server.stop()
 
 
 def _train(
