@@ -122,9 +122,11 @@ class TrainConfig(Config):
     """Shard optimizer state over data parallel ranks."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Megatron-core arguments by their own names (TransformerConfig, OptimizerConfig,
-    DistributedDataParallelConfig), and `make_vocab_size_divisible_by`, default 1: the vocabulary is
-    padded to a multiple of its product with the tensor parallel size. `recompute_granularity: full`
-    alone recomputes each layer separately, which uses the least memory."""
+    DistributedDataParallelConfig), and two of Megatron-LM's. `make_vocab_size_divisible_by`,
+    default 1: the vocabulary is padded to a multiple of its product with the tensor parallel size.
+    `num_layers_per_virtual_pipeline_stage`: layers of each chunk, for virtual pipelining.
+    `recompute_granularity: full` alone recomputes each layer separately, which uses the least
+    memory."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
 
