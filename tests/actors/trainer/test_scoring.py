@@ -100,7 +100,8 @@ def test_teacher_log_probs_of_the_samples_are_kept_without_a_request(tmp_path):
     of_samples = np.arange(int(batch.response_lengths.sum()), dtype=np.float32)
     columns = batch.with_columns(teacher_log_probs=of_samples)
     spec_of_samples = spec(tmp_path, opd_type="samples")
-    scored = scoring.score_batch(_Policy(), columns, spec_of_samples)  # pyright: ignore[reportArgumentType]
+    policy: Any = _Policy()
+    scored = scoring.score_batch(policy, columns, spec_of_samples, proximal=True)
     assert scored.teacher_log_probs is not None
     assert scored.teacher_log_probs.tolist() == of_samples.tolist()
     assert with_teacher_server_scores(scored, spec_of_samples) is scored
