@@ -39,9 +39,10 @@ HEADER = (
     "reward",
     "advantage",
     "dropped",
+    "label",
     "response",
 )
-WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 60)
+WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 16, 60)
 
 
 def main() -> int:
@@ -166,8 +167,13 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
         "-" if reward is None else f"{reward:.3f}",
         f"{statistics.fmean(advantages):.3f}" if advantages else "-",
         row["drop_reason"] or ("-" if row["accepted"] else "not accepted"),
-        json.dumps(row["response"], ensure_ascii=False)[1:-1],
+        "-" if row["label"] is None else _on_a_line(row["label"]),
+        _on_a_line(row["response"]),
     )
+
+
+def _on_a_line(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _line(cells: tuple[Any, ...]) -> str:

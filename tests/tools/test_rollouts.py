@@ -37,6 +37,7 @@ def home(tmp_path: Path) -> Path:
     samples = [*group("sampled:0"), *group("sampled:1")]
     for sample in samples:
         sample.prompt = [{"role": "user", "content": "1 + 1 ="}]
+        sample.label = "2" if sample.group_id == "sampled:0" else None
     inputs = Inputs(Stage.ROLLOUT, {}, {"run": "sampled"})
     record = write_table(
         files, data_folder(Stage.ROLLOUT, inputs.digest), "rows", samples_to_table(samples, 0)
@@ -81,9 +82,9 @@ def test_the_newest_rollout_is_printed_a_line_a_sample(
     assert tool("--run", "sampled") == 0
     header, first, second, dropped, _ = capsys.readouterr().out.splitlines()
     assert header.split() == list(rollouts.HEADER)
-    assert first.split() == ["0", "sampled:0", "0", "completed", "3", "0.500", "-", "-", "abc"]
+    assert first.split() == ["0", "sampled:0", "0", "completed", "3", "0.500", "-", "-", "2", "abc"]
     assert second.split()[5] == "-"
-    assert dropped.split()[-2:] == ["all_equal", "abc"]
+    assert dropped.split()[-3:] == ["all_equal", "-", "abc"]
 
 
 def test_whole_rows_of_chosen_iterations_are_exported(tool: Tool, home: Path):
