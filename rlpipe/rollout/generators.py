@@ -287,7 +287,7 @@ class UserEndpoints:
             opened.append(sessions)
             return agent_routes(sessions)
 
-        with resources.gateway_ports.port() as port:
+        with resources.gateway_ports.listener() as listener:
             async with Gateway(
                 client,
                 resources.tokenizer,
@@ -296,7 +296,7 @@ class UserEndpoints:
                 affinity=resources.affinity,
                 routed=resources.wants_routed_experts(context),
                 routes=session_routes,
-                port=port,
+                listener=listener,
             ) as gateway:
                 yield cls(gateway, opened[0])
 

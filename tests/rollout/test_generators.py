@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from deployments.recipes.agents import CHATML
@@ -245,5 +247,11 @@ async def test_rollouts_one_after_another_have_one_address_and_open_ones_their_o
     async with opened() as first, opened() as other:
         ports = [function.args.sglang_router_port for function in (first, other)]
     assert len({*ports}) == 2
-    async with opened() as later:
-        assert later.args.sglang_router_port == ports[0]
+    url = f"http://127.0.0.1:{ports[0]}/health"
+    async with httpx.AsyncClient(timeout=20.0) as client:
+        waiting = asyncio.create_task(client.get(url))
+        await asyncio.sleep(0.2)
+        assert not waiting.done(), "between two rollouts a request waits"
+        async with opened() as later:
+            assert later.args.sglang_router_port == ports[0]
+            assert (await waiting).status_code == 200

@@ -19,6 +19,7 @@ Entry points: `Gateway`, `GatewayPorts`.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -36,12 +37,12 @@ from rlpipe.rollout.generate import version_runs
 from rlpipe.rollout.generation import Generation, has_grammar
 from rlpipe.rollout.hooks.journal import Answer, Journal
 from rlpipe.store.routed_experts import within, write_rows
-from rlpipe.system.ports import free_port, is_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOCAL = "127.0.0.1"
+_WAITING_CONNECTIONS = 1024
 # SGLang's default.
 _DEFAULT_MAX_NEW_TOKENS = 128
 _LARGEST_REQUEST_BYTES = 256 * 1024**2
@@ -64,28 +65,29 @@ class _Request(NamedTuple):
 
 
 class GatewayPorts:
-    """Ports of the gateways of one process. A closed gateway's port is the next one's."""
+    """Listening sockets of the gateways of one process. A closed gateway's is the next one's.
+
+    A socket keeps listening between two gateways: connections then wait for the next one, as
+    requests wait during a weight push.
+    """
 
     def __init__(self) -> None:
-        self._ports: list[int] = []
-        self._used: set[int] = set()
+        self._listeners: list[socket.socket] = []
+        self._used: set[socket.socket] = set()
 
     @contextmanager
-    def port(self) -> Iterator[int]:
-        """Yield a port that no other open gateway has, if possible the same as before.
-
-        Raises: ResourceError if no port is free.
-        """
-        unused = (port for port in self._ports if port not in self._used)
-        port = next((port for port in unused if is_free(LOCAL, port)), None)
-        if port is None:
-            port = free_port(LOCAL)
-            self._ports.append(port)
-        self._used.add(port)
+    def listener(self) -> Iterator[socket.socket]:
+        """Yield a socket that no other open gateway has, if possible the same as before."""
+        unused = (listener for listener in self._listeners if listener not in self._used)
+        listener = next(unused, None)
+        if listener is None:
+            listener = socket.create_server((LOCAL, 0), backlog=_WAITING_CONNECTIONS)
+            self._listeners.append(listener)
+        self._used.add(listener)
         try:
-            yield port
+            yield listener
         finally:
-            self._used.remove(port)
+            self._used.remove(listener)
 
 
 class Gateway:
@@ -102,7 +104,7 @@ class Gateway:
         affinity: bool = False,
         routed: bool = False,
         routes: Callable[[Gateway], Sequence[web.RouteDef]] = lambda _: (),
-        port: int = 0,
+        listener: socket.socket | None = None,
     ) -> None:
         """Create a gateway without starting the server.
 
@@ -110,7 +112,7 @@ class Gateway:
         affinity: pass the callers' routing keys to the router.
         routed: request the experts of all tokens from the engines.
         routes: further routes besides SGLang's.
-        port: 0 lets the system choose one.
+        listener: listening socket, which stays open; None: a new one.
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -119,7 +121,8 @@ class Gateway:
         self.affinity = affinity
         self.routed = routed
         self.journal = Journal()
-        self.address = (LOCAL, port)
+        self.address = (LOCAL, 0)
+        self._listener = listener
         self._routes = routes
         self._cleanup = AsyncExitStack()
 
@@ -138,7 +141,11 @@ class Gateway:
         )
         await runner.setup()
         self._cleanup.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, *self.address)
+        if self._listener is None:
+            site = web.TCPSite(runner, *self.address)
+        else:
+            # A duplicate: the server closes its socket, and the listener continues to listen.
+            site = web.SockSite(runner, self._listener.dup())
         await site.start()
         self.address = runner.addresses[0]
         return self
