@@ -20,9 +20,9 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -32,7 +32,6 @@ from flows.environment import CLIENT_SETTINGS, keep_caches_in
 from rlpipe.errors import ResourceError
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.system.certificates import certificates
-from rlpipe.system.imports import quick_imports
 from tools.kept_server import KeptServer, idle_s
 
 START_TIMEOUT_S = 180.0
@@ -59,11 +58,12 @@ OWN_SERVER = {
 
 
 @contextmanager
-def local_prefect(home: Path) -> Iterator[str]:
+def local_prefect(home: Path, meanwhile: Callable[[], None] = lambda: None) -> Iterator[str]:
     """Yield the API URL of the configured server, or of the server of this home's runs.
 
-    Import prefect inside the block, not before. Raises: ResourceError if no server answers;
-    ConfigError for a wrong RLPIPE_PREFECT_IDLE_S.
+    `meanwhile` is called while a server starts, and not if one runs. Import prefect inside the
+    block, not before. Raises: ResourceError if no server answers; ConfigError for a wrong
+    RLPIPE_PREFECT_IDLE_S.
     """
     keep_caches_in(home)
     for name, value in SETTINGS.items():
@@ -80,9 +80,9 @@ def local_prefect(home: Path) -> Iterator[str]:
     own: subprocess.Popen[bytes] | None = None
     try:
         with waiting_for("Prefect server"), kept.starting() if kept else nullcontext():
-            url = kept and _find_or_start(kept, folder)
+            url = kept and _find_or_start(kept, folder, meanwhile)
             if url is None:
-                own, url = _start_server(folder, [str(os.getpid())])
+                own, url = _start_server(folder, [str(os.getpid())], meanwhile)
         print(f"Prefect UI of this run: {url}", file=sys.stderr)
         yield f"{url}/api"
     finally:
@@ -134,7 +134,7 @@ def check_reachable(url: str) -> None:
         return
 
 
-def _find_or_start(kept: KeptServer, folder: Path) -> str | None:
+def _find_or_start(kept: KeptServer, folder: Path, meanwhile: Callable[[], None]) -> str | None:
     """Return the URL of the home's server; start it if it does not run, or has other settings.
 
     None: runs use it with other settings, so this run needs its own. Raises: ResourceError.
@@ -149,7 +149,8 @@ def _find_or_start(kept: KeptServer, folder: Path) -> str | None:
     if not kept.end():
         return None
     kept.use()
-    server, url = _start_server(folder, ["--unused", str(kept.path), str(idle_s())])
+    life = ["--unused", str(kept.path), str(idle_s())]
+    server, url = _start_server(folder, life, meanwhile)
     kept.keep(server.pid, url, settings)
     return url
 
@@ -168,7 +169,9 @@ def _settings_digest() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _start_server(folder: Path, life: list[str]) -> tuple[subprocess.Popen[bytes], str]:
+def _start_server(
+    folder: Path, life: list[str], meanwhile: Callable[[], None]
+) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server and return it with its URL. Of runs that start at once, one gets port 4200.
 
     `life`: words of `tools.prefect_server` that say when the server ends. Raises: ResourceError.
@@ -178,6 +181,7 @@ def _start_server(folder: Path, life: list[str]) -> tuple[subprocess.Popen[bytes
         url = f"http://127.0.0.1:{port}"
         os.environ["PREFECT_API_URL"] = f"{url}/api"
         server = _start(folder, url, life)
+        meanwhile()
         if _wait(server, url):
             return server, url
         _end(server)
@@ -228,9 +232,6 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
     Another run's server may answer at the same port, so the listening process is checked.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
-    # Ray and the clients of the actors, which every run needs, while the server imports Prefect.
-    with quick_imports():
-        import_module("rlpipe.actors.client")
     while time.monotonic() < deadline and server.poll() is None:
         if answers(f"{url}/api/health") and listens(server.pid, int(url.rpartition(":")[2])):
             return True

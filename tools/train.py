@@ -18,6 +18,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from importlib import import_module
 from typing import Any
 
 from rlpipe.config.load import (
@@ -27,6 +28,7 @@ from rlpipe.config.load import (
     unused_keys,
     use_home,
 )
+from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
 from rlpipe.observe.terminal import Screen, waiting_for
@@ -65,10 +67,10 @@ def main() -> int:
 
         print(dump(config), end="")
         return 0
-    return drive(arguments)
+    return drive(arguments, config)
 
 
-def drive(arguments: argparse.Namespace) -> int:
+def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
     """Run the train flow to its end in this process."""
 
     def start() -> Awaitable[dict[str, Any]]:
@@ -77,7 +79,15 @@ def drive(arguments: argparse.Namespace) -> int:
 
         return train(arguments.recipe, arguments.overrides, arguments.run, arguments.takeover)
 
-    code, summary = finish(start, quiet=arguments.quiet)
+    def begin() -> None:
+        import_clients()
+        from rlpipe.actors.ray import local_ray, named
+
+        # Once a Prefect server starts too: on two cores they start in the time of one of them.
+        namespace = named.namespace(config.cluster)
+        local_ray.begin_connecting(config.resources, home(), namespace=namespace)
+
+    code, summary = finish(start, begin=begin, quiet=arguments.quiet)
     if summary is not None:
         print_result(summary)
     return code
@@ -94,12 +104,22 @@ def print_result(summary: dict[str, Any]) -> None:
     print(f"{run}: see {home() / run}/report.html")
 
 
+def import_clients() -> None:
+    """Import Ray and the clients of the actors, which every run needs."""
+    with quick_imports():
+        import_module("rlpipe.actors.client")
+
+
 def finish(
-    start: Callable[[], Awaitable[dict[str, Any]]], *, quiet: bool = False
+    start: Callable[[], Awaitable[dict[str, Any]]],
+    *,
+    begin: Callable[[], None] = import_clients,
+    quiet: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a flow under a Prefect server; return the exit code and the result, if any.
 
-    `quiet`: the terminal shows notices and errors, no progress.
+    `begin` is called before Prefect is imported, and also while a server starts. `quiet`: the
+    terminal shows notices and errors, no progress.
     """
     from tools.local_prefect import local_prefect
 
@@ -107,8 +127,8 @@ def finish(
         # User code that crashes this process leaves a stack trace.
         faulthandler.enable(file=sys.__stderr__)
     try:
-        with Screen(quiet=quiet), local_prefect(home()):
-            return run_flow(start)
+        with Screen(quiet=quiet), local_prefect(home(), begin):
+            return run_flow(start, begin)
     except KeyboardInterrupt:
         print(
             "\nstopped; the same command continues after the last finished stage", file=sys.stderr
@@ -119,9 +139,12 @@ def finish(
         return 1, None
 
 
-def run_flow(start: Callable[[], Awaitable[dict[str, Any]]]) -> tuple[int, dict[str, Any] | None]:
+def run_flow(
+    start: Callable[[], Awaitable[dict[str, Any]]], begin: Callable[[], None]
+) -> tuple[int, dict[str, Any] | None]:
     """Run a flow under the running server. Raises: KeyboardInterrupt, RlpipeError."""
     with waiting_for("import of Prefect and Ray"), quick_imports():
+        begin()
         from flows.stopping import Preempted
         from rlpipe.actors.ray.local_ray import disconnect
         from tools.local_prefect import drain

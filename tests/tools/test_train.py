@@ -16,6 +16,7 @@ import pytest
 
 import flows.train
 from deployments.recipes.tiny_models import character_tokenizer
+from rlpipe.actors.ray import local_ray
 from rlpipe.config.load import home, load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import EngineUnavailable
@@ -54,7 +55,7 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     """Arguments that were passed to the run; the run itself is replaced."""
     handed_on: list[argparse.Namespace] = []
 
-    def drive(arguments: argparse.Namespace) -> int:
+    def drive(arguments: argparse.Namespace, _config: Any) -> int:
         handed_on.append(arguments)
         return 0
 
@@ -438,7 +439,8 @@ class Flow:
         self.log.append("drained")
 
     @contextmanager
-    def server(self, _: Path) -> Iterator[str]:
+    def server(self, _: Path, meanwhile: Callable[[], None]) -> Iterator[str]:
+        meanwhile()
         try:
             yield ""
         finally:
@@ -451,6 +453,7 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
     monkeypatch.setattr(flows.train, "train", made)
     monkeypatch.setattr(local_prefect, "local_prefect", made.server)
     monkeypatch.setattr(local_prefect, "drain", made.drain)
+    monkeypatch.setattr(local_ray, "begin_connecting", lambda *_, **key: made.log.append(key))
     return made
 
 
@@ -477,18 +480,21 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
     ],
 )
 def test_the_exit_code_tells_the_end_of_the_run(
-    flow: Flow, ends: Any, code: int, printed: str, capsys: pytest.CaptureFixture[str]
+    flow: Flow, ends: Any, code: int, printed: str, place: Path, capsys: pytest.CaptureFixture[str]
 ):
     flow.ends = ends
+    config = load_run(str(place / "small.yaml"), [], "mine")
     assert (
         train.drive(
             argparse.Namespace(
                 recipe="r", overrides=["seed=1"], run="mine", takeover=False, quiet=False
-            )
+            ),
+            config,
         )
         == code
     )
     output = capsys.readouterr()
     assert (output.err if code else output.out).startswith(printed)
     assert (output.out if code else output.err) == ""
-    assert flow.log == [("r", ["seed=1"], "mine", False), "drained", "server ended"]
+    began = [{"namespace": "rlpipe-mine"}] * 2
+    assert flow.log == [*began, ("r", ["seed=1"], "mine", False), "drained", "server ended"]

@@ -4,19 +4,20 @@ The local Ray is the embedded default. It writes only below `{home}/.ray`, colle
 statistics, starts no dashboard, accepts only clients of this machine that have its token, and ends
 with this process.
 
-Entry points: `connect` and `disconnect` for a driver, `join` for a tool that inspects a running
-cluster, `claim_gpus` for the machine's GPUs.
+Entry points: `connect`, `begin_connecting` and `disconnect` for a driver, `join` for a tool that
+inspects a running cluster, `claim_gpus` for the machine's GPUs.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -54,6 +55,8 @@ HOW_TO_SHARE = "resources.colocate=true places the engines on the trainer's GPUs
 GROUP_USERS = {"shared": "trainer and engines together"}
 _started_here = threading.Event()
 """Set if this process started the Ray that it uses."""
+_connecting = threading.Lock()
+"""Held while a thread of this process starts, joins or leaves a Ray as a driver."""
 
 
 def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
@@ -63,6 +66,38 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     if the cluster at `resources.ray_address` or RAY_ADDRESS cannot be joined, or a local Ray cannot
     be started.
     """
+    with _connecting:
+        _connect(resources, home, namespace)
+    # Ray's library replaces the handler in any thread, and `_init` restores it in the main thread.
+    _install_sigterm_handler(signal.getsignal(signal.SIGTERM))
+
+
+def begin_connecting(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
+    """Start a local Ray in a thread, unless there is one or the run joins a cluster.
+
+    `connect` waits for it. Ray's servers and first workers start while this process imports others.
+    """
+    joins = resources.ray_address or os.environ.get("RAY_ADDRESS", "local") != "local"
+    if joins or ray.is_initialized() or _connecting.locked():
+        return
+    began = threading.Event()
+
+    def start() -> None:
+        # After a failure `connect` tries again and raises the error.
+        with _connecting, suppress(ResourceError):
+            began.set()
+            _connect(resources, home, namespace)
+        # Ray's servers end with the thread that started them (PR_SET_PDEATHSIG).
+        threading.Event().wait()
+
+    # The process may end before it uses Ray.
+    atexit.register(disconnect)
+    threading.Thread(target=start, name="Ray start", daemon=True).start()
+    # From here on, `connect` and `disconnect` wait for the thread.
+    began.wait()
+
+
+def _connect(resources: ResourcesConfig, home: Path, namespace: str) -> None:
     dead = _leave_dead()
     if ray.is_initialized():
         return
@@ -259,13 +294,23 @@ def _init(access: Mapping[str, str], **arguments: Any) -> Path:
             raise RuntimeError(str(error)) from error
         raise
     # Ray installs a handler that prints a stack and aborts.
-    if threading.current_thread() is threading.main_thread() and sigterm_handler is not None:
-        signal.signal(signal.SIGTERM, sigterm_handler)
+    _install_sigterm_handler(sigterm_handler)
     return Path(context.address_info["session_dir"])
+
+
+def _install_sigterm_handler(handler: Any) -> None:
+    """Install the handler that `signal.getsignal` returned. Python allows it in the main thread."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def disconnect() -> None:
     """Leave the cluster. A local Ray ends."""
+    with _connecting:
+        _disconnect()
+
+
+def _disconnect() -> None:
     watched = ray_watch.current() is not None
     ray_watch.stop()
     if ray.is_initialized():

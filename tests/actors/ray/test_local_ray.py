@@ -20,18 +20,20 @@ import ray
 from rlpipe.actors.ray import access as ray_access
 from rlpipe.actors.ray import local_ray
 from rlpipe.actors.ray import watch as ray_watch
-from rlpipe.actors.ray.local_ray import address, connect
+from rlpipe.actors.ray.local_ray import address, begin_connecting, connect, disconnect
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from rlpipe.actors.ray.local_ray import connect, disconnect
+from rlpipe.actors.ray.local_ray import begin_connecting, connect, disconnect
 from rlpipe.config.model import ResourcesConfig
 
 received = []
 signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+if len(sys.argv) > 2:
+    begin_connecting(ResourcesConfig(), Path(sys.argv[1]), namespace="signals")
 connect(ResourcesConfig(), Path(sys.argv[1]), namespace="signals")
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.1)
@@ -202,10 +204,76 @@ def test_a_ray_on_a_machine_without_a_network_is_joined_with_the_token_of_the_ho
 
 
 @pytest.mark.integration
-def test_the_sigterm_handler_stays_after_ray_has_started(tmp_path: Path):
-    assert (
-        subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=False).returncode == 7
-    )
+@pytest.mark.parametrize("words", [[], ["begin"]])
+def test_the_sigterm_handler_stays_after_ray_has_started(words: list[str], tmp_path: Path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *words]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
+class SlowRay:
+    """Replaces `_connect` and `_disconnect`; a start waits for `go`."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.go = threading.Event()
+        self.error: ResourceError | None = None
+
+    def connect(self, *_: Any) -> None:
+        assert self.go.wait(10)
+        self.log.append("connected" if self.error is None else "failed")
+        if self.error is not None:
+            raise self.error
+
+    def disconnect(self) -> None:
+        self.log.append("left")
+
+
+@pytest.fixture
+def slow_ray(monkeypatch: pytest.MonkeyPatch) -> SlowRay:
+    made = SlowRay()
+    monkeypatch.setattr(local_ray, "_connect", made.connect)
+    monkeypatch.setattr(local_ray, "_disconnect", made.disconnect)
+    monkeypatch.setattr(local_ray.atexit, "register", lambda _: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return made
+
+
+@pytest.mark.parametrize("then", ["connect", "disconnect"])
+def test_a_process_waits_for_the_ray_that_it_has_begun_to_start(
+    then: str, slow_ray: SlowRay, tmp_path: Path
+):
+    for _ in range(2):
+        begin_connecting(ResourcesConfig(), tmp_path, namespace="here")
+    assert slow_ray.log == [], "the start is not over"
+    threading.Timer(0.2, slow_ray.go.set).start()
+    if then == "disconnect":
+        disconnect()
+        assert slow_ray.log == ["connected", "left"]
+    else:
+        connect(ResourcesConfig(), tmp_path, namespace="here")
+        assert slow_ray.log == ["connected", "connected"]
+
+
+def test_the_error_of_a_begun_start_is_that_of_the_next_connect(slow_ray: SlowRay, tmp_path: Path):
+    slow_ray.error = ResourceError("Ray did not start", where="here")
+    slow_ray.go.set()
+    begin_connecting(ResourcesConfig(), tmp_path, namespace="here")
+    with pytest.raises(ResourceError, match="Ray did not start"):
+        connect(ResourcesConfig(), tmp_path, namespace="here")
+    assert slow_ray.log == ["failed", "failed"]
+
+
+def test_a_run_that_joins_a_cluster_begins_no_ray(
+    slow_ray: SlowRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    slow_ray.go.set()
+    joins = ResourcesConfig(ray_address="127.0.0.1:6379")
+    begin_connecting(joins, tmp_path, namespace="here")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    begin_connecting(ResourcesConfig(), tmp_path, namespace="here")
+    disconnect()
+    assert slow_ray.log == ["left"]
 
 
 def test_a_local_ray_that_does_not_start_in_time_is_one_error(
