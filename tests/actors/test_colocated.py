@@ -142,7 +142,7 @@ def engine_actor(servers: Servers, number: int) -> Any:
 def through_files(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the transfer of files by a call of `servers.load`."""
 
-    async def write(_: Any, group: Ranks, weights: Weights) -> Any:
+    async def write(_: Any, group: Ranks, weights: Weights, *__: Any) -> Any:
         return SimpleNamespace(size_bytes=7, full_bytes=7)
 
     async def fetch(

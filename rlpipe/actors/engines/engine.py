@@ -149,7 +149,6 @@ class EngineActor:
         self._met_at = rendezvous
         self._unknown = True
         self._in_memory = set(MEMORY_TAGS)  # a new server has allocated everything
-        keep_compiled(Path(spec.logs).absolute().parents[1])
         self._server = self._create_server(spec)
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
@@ -178,6 +177,7 @@ class EngineActor:
         if spec.devices is not None:
             devices = spec.devices[self.number * nodes + self.node]
         suffix = f"-{self.node}" if self.node else ""
+        keep_compiled(Path(spec.logs).absolute().parents[1])
         return Server(
             spec.served_dir(),
             engine,
