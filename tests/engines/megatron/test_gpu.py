@@ -121,11 +121,12 @@ def test_packed_attention_equals_attention_of_each_segment(cp_size):
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_packed_attention_with_sinks_equals_explicit_scores(cp_size, window):
     lengths = np.array([4, 260, 1024, 96])
-    inputs = [leaf(int(lengths.sum()), heads, 64) for heads in (16, 8, 8)]
+    query, key, value = (leaf(int(lengths.sum()), heads, 64) for heads in (16, 8, 8))
+    inputs = (query, key, value)
     sinks = leaf(16)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     outputs = [
-        _alone_with_sinks(*(tensor[a:b] for tensor in inputs), sinks, window)
+        _alone_with_sinks(query[a:b], key[a:b], value[a:b], sinks, window)
         for a, b in pairwise(bounds)
     ]
     wanted = torch.cat(outputs)
@@ -133,7 +134,6 @@ def test_packed_attention_with_sinks_equals_explicit_scores(cp_size, window):
     expected = torch.autograd.grad((wanted * direction).sum(), (*inputs, sinks))
     held = [_held(lengths, bounds, cp_size, rank) for rank in range(cp_size)]
     gathered = torch.cat(held)
-    query, key, value = inputs
     total = torch.zeros((), device="cuda")
     for rank, mine in enumerate(held):
         layout = packed_layout(lengths, cp_size, rank, torch.device("cuda"))

@@ -186,7 +186,8 @@ class Glm5(Glm4MoeLite):
         config: Any = super()._build_base_config(*args, **fields)
         # Megatron's configuration class has no such fields.
         # Layers for multi-token prediction have indexers of their own.
-        config.indexer_types = [*hf_config.indexer_types, *["full"] * self.prediction_layers]
+        own: Any = self
+        config.indexer_types = [*hf_config.indexer_types, *["full"] * own.prediction_layers]
         config.indexer_rope_interleave = getattr(hf_config, "indexer_rope_interleave", False)
         return config
 

@@ -42,7 +42,8 @@ class BiasedExperts(SequentialMLP):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        for expert in self.local_experts:
+        experts: Any = self.local_experts
+        for expert in experts:
             bias = expert.linear_fc2.bias
             bias.sequence_parallel = False
             bias.tensor_model_parallel = True
@@ -68,7 +69,7 @@ class BiasedExperts(SequentialMLP):
     def _one(self, expert: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         both, bias = expert.linear_fc1(tokens)
         gate, up = (both + bias).chunk(2, -1)
-        limit = self.config.activation_func_clamp_value
+        limit: Any = self.config.activation_func_clamp_value
         gated = self.config.activation_func(gate.clamp(max=limit)) * (
             up.clamp(-limit, limit) + self.config.glu_linear_offset
         )

@@ -140,7 +140,7 @@ def served_scores(url: str) -> np.ndarray:
         async with Engine(url) as server:
             return await server.score(sequences())
 
-    return np.concatenate([np.float32(scores) for scores in asyncio.run(score())])
+    return np.concatenate(asyncio.run(score())).astype(np.float32)
 
 
 @pytest.mark.parametrize("family", SIZES)
