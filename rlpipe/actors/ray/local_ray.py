@@ -11,6 +11,7 @@ inspects a running cluster, `claim_gpus` for the machine's GPUs.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from typing import Any
 import ray
 from ray._private import parameter as ray_parameters
 from ray._private import services as ray_services
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
@@ -90,11 +92,17 @@ def begin_connecting(resources: ResourcesConfig, home: Path, *, namespace: str) 
         # Ray's servers end with the thread that started them (PR_SET_PDEATHSIG).
         threading.Event().wait()
 
+    # Ray warns that a thread cannot set its SIGTERM handler, which `connect` would replace.
+    ray_worker.logger.addFilter(_is_not_about_sigterm)
     # The process may end before it uses Ray.
     atexit.register(disconnect)
     threading.Thread(target=start, name="Ray start", daemon=True).start()
     # From here on, `connect` and `disconnect` wait for the thread.
     began.wait()
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("SIGTERM handler is not set")
 
 
 def _connect(resources: ResourcesConfig, home: Path, namespace: str) -> None:
