@@ -15,6 +15,7 @@ CPU_PROBLEMS = {
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": "sparse attention asks for the capability of a CUDA device",
+    "gpt_oss": "the model refuses the attention backends of CPUs, as torch_native",
     "minimax_m2": "the norm of queries and keys is a CUDA kernel, rms_sumsq_serial",
     "qwen3_5_moe_text": "the model needs the operator fused_sigmoid_mul_cpu of sgl_kernel",
     "qwen3_5_text": "the model needs the operator fused_sigmoid_mul_cpu of sgl_kernel",
