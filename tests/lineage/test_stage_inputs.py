@@ -1,5 +1,8 @@
 """Which keys of the configuration decide which stages (rlpipe.lineage.stage_inputs): neither one
-too many nor one too few."""
+too many nor one too few.
+
+One file because all tests read one table of keys and stages.
+"""
 
 from __future__ import annotations
 
@@ -210,14 +213,10 @@ def differing(first: RunConfig, second: RunConfig) -> set[str]:
     return {stage for stage, digest in before.items() if after[stage] != digest}
 
 
-def scores_first(config: RunConfig) -> bool:
-    """True if the advantage stage computes proximal log-probs, which several keys decide."""
-    inputs = advantage_inputs(config, "rollout", "reward", "before")
-    return "proximal_log_probs" in inputs.config
-
-
 def by_scoring(config: RunConfig) -> set[str]:
-    return {Stage.ADVANTAGE} if scores_first(config) != scores_first(CONFIG) else set()
+    """The advantage stage if it has proximal log-probs, which several keys decide together."""
+    inputs = advantage_inputs(config, "rollout", "reward", "before")
+    return {Stage.ADVANTAGE} if "proximal_log_probs" in inputs.config else set()
 
 
 def expected(key: str) -> set[str]:
