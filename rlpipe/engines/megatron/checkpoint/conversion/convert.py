@@ -155,14 +155,8 @@ def to_hf(
     start = time.monotonic()
     stored = LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
     target_dtype = _dtype(dtype) if dtype else stored.dtype
-    # The metadata identifies torch_dist's data files (`__*`).
-    source_files = [
-        path
-        for path in source.folder.rglob("*")
-        if path.is_file() and not path.name.startswith("__")
-    ]
     identity = checkpoint_paths.conversion_identity(
-        [] if known_as else source_files,
+        [] if known_as else _identifying_files(source.folder),
         dtype=target_dtype,
         shard=shard_bytes,
         origin=origin,
@@ -192,6 +186,11 @@ def to_hf(
     progress(report.total_bytes, report.total_bytes, "done")
     report.seconds = time.monotonic() - start
     return report
+
+
+def _identifying_files(folder: Path) -> list[Path]:
+    """Files of a checkpoint. The metadata identifies torch_dist's data files (`__*`)."""
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("__")]
 
 
 def to_adam_state(
