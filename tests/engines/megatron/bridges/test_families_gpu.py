@@ -74,7 +74,7 @@ _GATED_DELTA = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2": _DENSE | {"head_dim": 64},
-    "mixtral": _DENSE,
+    "mixtral": _DENSE | {"head_dim": 64},
     "minimax_m2": {
         **_DENSE,
         "intermediate_size": 256,
@@ -87,6 +87,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "intermediate_size": 256,
         "sliding_window": 32,
+        "swiglu_limit": 7.0,
     },
     "deepseek_v3": {**_LATENT, "n_routed_experts": 16},
     "glm4.5": {**_DENSE, **_EXPERTS},
@@ -102,7 +103,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "index_topk": 2048,
     },
 }
-"""Sizes on GPUs, by the name in `families`. A MiMo is a qwen2 here."""
+"""Sizes on GPUs, by the name in `families`. A MiMo is a qwen2 here.
+
+SGLang reads no head_dim of a Mixtral, and takes the limit of gpt-oss from config.json only.
+"""
 
 
 def sequences() -> list[list[int]]:
