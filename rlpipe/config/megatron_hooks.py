@@ -11,8 +11,9 @@
         after gradients are zeroed, before they are computed
 
 `args` has slime's names. `model` is the list of the rank's model chunks, each in Megatron's
-DistributedDataParallel; a teacher has no such wrapper. Without virtual pipelining there is one. `store_prefix` is "" for the policy, "ref_" for the reference and
-"teacher_" for the teacher. Optimizer and scheduler are Megatron's objects of the policy.
+DistributedDataParallel; a teacher has no such wrapper. Without virtual pipelining there is one
+chunk. `store_prefix` is "" for the policy, "ref_" for the reference and "teacher_" for the teacher.
+Optimizer and scheduler are Megatron's objects of the policy.
 
 All ranks call a hook in the same order, so a hook may call collectives. Values that the third hook
 leaves in `main_grad` of the parameters are added to the gradient of the loss. A hook must depend on

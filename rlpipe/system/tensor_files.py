@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous tensors to one file, with the readers of its folder."""
+    # An engine's actor, which has no tensors, uses the other function without torch.
+    from safetensors.torch import save_file
+
     save_file(dict(tensors), path, metadata={"format": "pt"})
     share_with_folder(path)
 

@@ -63,7 +63,7 @@ def refused(
         raise AssertionError(f"not refused within {AT_ONCE_S} s")
 
     def run(*arguments: str, recipe: str | Path = folder / "small.yaml") -> str:
-        monkeypatch.setattr(train, "drive", lambda _: 0)
+        monkeypatch.setattr(train, "drive", lambda *_: 0)
         monkeypatch.setattr(
             sys, "argv", ["tools.train", "--quiet", "--recipe", str(recipe), *arguments]
         )
@@ -87,7 +87,7 @@ def require(message: str, words: Words) -> None:
 
 
 def test_the_unchanged_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, folder: Path):
-    monkeypatch.setattr(train, "drive", lambda _: 0)
+    monkeypatch.setattr(train, "drive", lambda *_: 0)
     monkeypatch.setattr(sys, "argv", ["tools.train", "--recipe", str(folder / "small.yaml")])
     assert train.main() == 0
     # The times of waits, which the next start shows; nothing of a run.
@@ -356,7 +356,7 @@ def test_windows_newlines_and_a_byte_order_mark_change_nothing(
         content = (folder / name).read_bytes() if row is None else row * 2
         (folder / name).write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
     for streaming in ("true", "false"):
-        monkeypatch.setattr(train, "drive", lambda _: 0)
+        monkeypatch.setattr(train, "drive", lambda *_: 0)
         monkeypatch.setattr(
             sys,
             "argv",

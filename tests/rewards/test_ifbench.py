@@ -71,5 +71,7 @@ def test_slime_s_flag_names_the_function():
 
 
 def test_the_function_of_the_flag_is_found(reward: ModuleType):
-    score = load_hook(reward_function({"rm_type": "ifbench"})["path"])
+    function = reward_function({"rm_type": "ifbench"})
+    assert function is not None
+    score = load_hook(function["path"])
     assert (score.__module__, score.__name__) == (reward.__name__, "score")

@@ -33,8 +33,15 @@ def test_the_libraries_read_these_variables(tmp_path: Path):
         "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())\n"
         "from sglang.srt.environ import envs; print(envs.SGLANG_DG_CACHE_DIR.get())\n"
     )
+    # torch sets its variable in each process that compiles, as in this one after other tests.
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     ).stdout
     assert output.split() == [
         f"{tmp_path}/.compiled/inductor",

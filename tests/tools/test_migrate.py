@@ -32,7 +32,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import canonical, digest
 from rlpipe.types import Node, Stage
 from tests.stores.unpacked import check_names, unpack
-from tests.test_contracts import CONFIGURATIONS, configuration
+from tests.test_contracts import configuration
 from tools import migrate as tool
 from tools.format_one import settings
 from tools.migrate import migrate
@@ -60,7 +60,7 @@ def old(unpacked: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(unpacked, tmp_path / "old"))
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGURATIONS))
+@pytest.mark.parametrize("name", sorted(OLD_SETTINGS))
 def test_converted_settings_equal_todays_settings(name: str):
     config = configuration(name)
     old = OLD_SETTINGS[name]

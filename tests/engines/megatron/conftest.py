@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-DEEP = {"num_hidden_layers": 4}
+DEEP: dict[str, Any] = {"num_hidden_layers": 4}
 """Layers for two chunks on each of two pipeline stages."""
 
 

@@ -254,9 +254,10 @@ class CoreAttention(DotProductAttention):
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, self.layer_number
         )
-        self._window: int | None = config.window_size[0] if windowed else None
         sinks: Any = self.softmax_offset
-        assert sinks is not None or self._window is None, "windows are computed with sinks only"
+        # Families with windows have sinks. An argument of Megatron alone makes no window here.
+        windowed = windowed and sinks is not None
+        self._window: int | None = config.window_size[0] if windowed else None
         if sinks is not None:
             sinks.tensor_model_parallel = True
             sinks.partition_dim = 0

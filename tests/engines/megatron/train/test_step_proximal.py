@@ -1,4 +1,4 @@
-"""A single optimizer step with its own proximal log-probs, against a batch that was scored first."""
+"""A single optimizer step with its own proximal log-probs, compared with a scored batch."""
 
 from __future__ import annotations
 
