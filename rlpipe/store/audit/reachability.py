@@ -9,6 +9,7 @@ An object is explained if a record of some run leads to it:
     checkpoints, evaluations, pushes       of explained weights
     data files, shards      an explained node names them; shards of an open plan
     draws, receipts         of an explained plan or node
+    weight files            of pushes of a run, present or removed; engines read them
 
 All other objects are reported. An object is a leftover, a note of the report, if killed or replaced
 attempts of a known run leave such objects, or if it belongs to a removed run until garbage
@@ -17,6 +18,7 @@ other plans, nodes made from these plans, and complete files that no node names.
 a finding: a node or plan of no run, an unknown name, a link, a device, a file with two names.
 
 An unreadable object is a finding too, and objects that only it names are reported as unexplained.
+One file because all judgements read the same links between records.
 
 Entry points: `report_unexplained`, `runs_of`.
 """
@@ -390,6 +392,7 @@ class _Explainer:
             "checkpoints": self._judge_checkpoint,
             "draws": self._judge_draw,
             "receipts": self._judge_receipt,
+            "weights": self._judge_weights,
         }
         for path in self._files.list():
             folder = path.partition("/")[0]
@@ -438,6 +441,10 @@ class _Explainer:
         else:
             problem = "no checkpoint names it: its upload is active or killed, or its node is gone"
             self._add_leftover(path, problem)
+
+    def _judge_weights(self, path: str) -> None:
+        if problem := unexpected_files.of_weights(path, {*self._runs, *self._removed_runs}):
+            self._add_finding(path, problem)
 
     def _judge_draw(self, path: str) -> None:
         if not DRAW_NAME.fullmatch(path):

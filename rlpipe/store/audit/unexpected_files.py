@@ -8,7 +8,7 @@ recorded, or that continued after another attempt replaced it, leaves complete f
 checksums in their names. Two attempts never write equal bytes, because samples have times. Only
 groups from the buffer and failed groups may be written twice with equal bytes.
 
-Entry points: `of_branch`, `of_plan`, `of_node`, `misnamed`.
+Entry points: `of_branch`, `of_plan`, `of_node`, `of_weights`, `misnamed`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from rlpipe.errors import ObjectMissing, StoreError
 from rlpipe.store import branches, epochs, notes, receipts, segments, signatures
@@ -28,6 +29,9 @@ from rlpipe.types import Node, Plan
 
 SHARD = re.compile(r"plans/[^/]+/(?:groups|cut)/[^/]+-[0-9]{5}-([0-9a-f]{16})\.parquet")
 DATA = re.compile(r"data/[^/]+/[^/]+/[^/]+-([0-9a-f]{16})\.(?:parquet|json)")
+WEIGHTS = re.compile(r"weights/(?:\.[^/]+/)?([^/]+)/weight_v[0-9]{6,}-[^/]+/[^/]+")
+"""Files of pushes (`rlpipe.sync.transports.versions`), which also remove old versions. No record
+names them: checkpoints hold the same weights."""
 OF_A_BRANCH = (
     branches.CONFIG_NAME,
     branches.COMMIT_NAME,
@@ -71,6 +75,12 @@ def of_plan(
         problem = misnamed(files, path, SHARD) or _misplaced(files, path, is_new, names)
         if problem:
             yield UnexpectedFile(path, problem)
+
+
+def of_weights(path: str, runs: Collection[str]) -> str | None:
+    """Return the problem of a file among the weights that engines read. `runs`: known names."""
+    match = WEIGHTS.fullmatch(path)
+    return None if match and unquote(match[1]) in runs else UNKNOWN_NAME
 
 
 def of_node(files: Snapshot, node: Node) -> Iterator[UnexpectedFile]:

@@ -90,6 +90,7 @@ def build(files: Files) -> None:
     gate = OpenedGate(iteration=2, broken=("reward 0 below 1",), asked=1.0, resumed=2.0)
     path = f"gates/run/00000002-{commits[2].nodes[Stage.TRAIN][:16]}.json"
     files.create(path, seal(gate, path))
+    files.create("weights/.fp8/run/weight_v000005-ab/version.json", b"weights that engines read")
     replaced = commits[1].nodes[Stage.TRAIN]
     base = checkpoint_inputs(replaced).digest
     segment = nodes.commit(make_node(Stage.SEGMENT, {"weights": replaced, "base": base}))
@@ -525,6 +526,8 @@ FAULTS = [
         add("checkpoints/absent/iter_0000001/0123456789ab/.metadata"),
     ),
     Fault("a file loose among checkpoints", add("checkpoints/run/model.bin")),
+    Fault("weights of an unknown run", add("weights/absent/weight_v000002-ab/version.json")),
+    Fault("a file loose among weights", add("weights/run/model.safetensors")),
     Fault(
         "a receipt of an unknown checkpoint",
         copy("receipts/checkpoint/*.json", f"receipts/checkpoint/{'5' * 64}.json"),
