@@ -22,15 +22,24 @@ from rlpipe.store.objects.files import Files
 from rlpipe.system.hub import HubReference, file_reference, model_reference, resolved
 
 Keys = tuple[str | int, ...]
+EARLIER_DEFAULTS: dict[Keys, Any] = {("advantage", "score_proximal"): True}
+"""Key that decides results → its default in an earlier release, where today's is none."""
 
 
 def as_recorded(config: RunConfig, home: Path) -> RunConfig:
     """Return the configuration with the files that the run, or a fork's parent, has recorded.
 
+    A run of an earlier release keeps the defaults of that release (`EARLIER_DEFAULTS`).
     Raises: as `pinned`.
     """
     stored = _stored(config, home)
-    return pinned(config if stored is None else with_recorded_paths(config, stored), home)
+    if stored is None:
+        return pinned(config, home)
+    if stored.run == config.run:
+        for keys, value in EARLIER_DEFAULTS.items():
+            if _value(config, keys) is None and _value(stored, keys) == value:
+                config = _replaced(config, keys, value)
+    return pinned(with_recorded_paths(config, stored), home)
 
 
 def pinned(config: RunConfig, home: Path) -> RunConfig:

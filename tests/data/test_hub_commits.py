@@ -12,7 +12,7 @@ import pytest
 from rlpipe.config.load import validate
 from rlpipe.config.model import HuggingFaceModel
 from rlpipe.config.run import RunConfig
-from rlpipe.data.hub_commits import pinned
+from rlpipe.data.hub_commits import as_recorded, pinned
 from rlpipe.data.prompts import file_digests, load_prompts
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import directory_here, model_directory, model_fingerprint, present_directory
@@ -66,6 +66,17 @@ def checkpoint(config: RunConfig) -> str:
 
 def store(config: RunConfig, home: Path) -> None:
     Branches(Files(home / "store")).create(config.run, config.model_dump(mode="json"), "0" * 64)
+
+
+@pytest.mark.parametrize("before", [True, None])
+def test_a_run_keeps_the_default_that_it_started_with(
+    hub: Hub, tmp_path: Path, before: bool | None
+):
+    advantage = {"use_opd": True, "score_proximal": before}
+    store(run_config(advantage=advantage), tmp_path)
+    assert as_recorded(run_config(), tmp_path).advantage.score_proximal is before
+    for other in (run_config("new"), run_config("fork", fork_from={"branch": "r", "iteration": 0})):
+        assert as_recorded(other, tmp_path).advantage.score_proximal is None
 
 
 def test_every_address_gets_the_hash_of_its_commit(hub: Hub, tmp_path: Path):

@@ -94,7 +94,7 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
         run.wait_until(lambda: committed(home, "small") > stopped)
         run.kill_part("ray::TrainerRank")
         assert run.finish() == 0, run.output
-        assert f"with iteration {stopped} of 6" in run.output
+        assert f"{stopped} of 6 iterations are done" in run.output
 
     files = Files(home / "store")
     assert check_branch(files, "small") == []

@@ -55,7 +55,7 @@ def test_a_stored_run_continues(home: Path):
     before = Files(home / "store").list()
     with LiveRun(home, "--recipe", RECIPE, "num_rollout=4") as run:
         assert run.finish() == 0, run.output
-        assert "with iteration 3 of 4" in run.output
+        assert "3 of 4 iterations are done" in run.output
     files = Files(home / "store")
     assert Branches(files).committed("first") == [0, 1, 2, 3]
     states = [Branches(files).read("first", k).nodes[Stage.TRAIN] for k in (2, 3)]
