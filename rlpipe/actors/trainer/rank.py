@@ -248,10 +248,7 @@ class Rank(ABC, Generic[E]):
         self._refresh_reference(version + 1)
         result = {
             "steps": steps.steps,
-            # A replay repeats steps whose metrics are recorded.
-            "metrics": {}
-            if self.busy == "restore"
-            else self._metrics_of(batch, columns, steps, version),
+            "metrics": self._metrics_of(batch, columns, steps, version),
             "state_digest": steps.state_digest,
             "packing": packing.model_dump(),
             "tokens": len(columns.tokens),

@@ -101,9 +101,10 @@ class TrainerRank(Rank[MegatronEngine]):
         self, batch: Node, columns: BatchColumns, steps: TrainResult, version: int
     ) -> dict[str, float]:
         own = steps.proximal_log_probs
-        # Every rank: `probe` is collective.
+        # Every rank, because `probe` is collective, and in a replay: a resumed run pushes too.
         self._own_proximal = None if own is None else (batch.digest, own)
-        if self.rank != 0 or own is None:
+        # A replay repeats steps whose metrics are recorded.
+        if self.rank != 0 or own is None or self.busy == "restore":
             return {}
         staleness = None
         if batch.outputs.get("metrics", {}).get("rollout/staleness/max"):

@@ -14,7 +14,7 @@ import pytest
 from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.batch.build import fix_batch
+from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.files import read_rewards, read_samples, write_batch
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.engine import TrainResult
@@ -45,6 +45,22 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerRank:
 
 def upload_to(prefix: str) -> Upload:
     return Upload(prefix, checkpoint_inputs("state"), {"version": 1})
+
+
+def sampled_batch(files: Files, version: int) -> tuple[str, str, Batch]:
+    """Store sampled rows; return the digests of rollout and rewards, and the fixed batch."""
+    rollout, reward = sampled_rows(files, 3)
+    nodes = Nodes(files)
+    rollout_node = nodes.get(Stage.ROLLOUT, rollout)
+    batch = fix_batch(
+        read_samples(files, rollout_node),
+        read_rewards(files, nodes.get(Stage.REWARD, reward)),
+        accepted=rollout_node.outputs["accepted"],
+        scored=True,
+        version=version,
+        max_staleness=1,
+    )
+    return rollout, reward, batch
 
 
 def uploading(rank: TrainerRank, prefix: str = "p") -> list[Future[list[FileRecord]]]:
@@ -165,16 +181,7 @@ def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weight
 ):
     files = rank._files = Files(tmp_path / "store")
     nodes = rank._nodes = Nodes(files)
-    rollout, reward = sampled_rows(files, 3)
-    rollout_node = nodes.get(Stage.ROLLOUT, rollout)
-    batch = fix_batch(
-        read_samples(files, rollout_node),
-        read_rewards(files, nodes.get(Stage.REWARD, reward)),
-        accepted=rollout_node.outputs["accepted"],
-        scored=True,
-        version=version,
-        max_staleness=1,
-    )
+    rollout, reward, batch = sampled_batch(files, version)
     inputs = Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward, "before": "weights"})
     metrics = {"rollout/staleness/max": float(version - 3)}
     node = nodes.commit(
@@ -192,20 +199,20 @@ def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weight
     assert current == (pytest.approx(0.25, abs=1e-6) if version == 3 else None)
     assert rank._own_proximal == (node.digest, own)
     assert rank._metrics_of(node, batch.columns, TrainResult(), version) == {}
+    assert rank._own_proximal is None
+
+
+def test_a_replayed_step_keeps_its_log_probs_and_has_no_metrics(rank: TrainerRank, tmp_path: Path):
+    rollout, reward, batch = sampled_batch(Files(tmp_path / "store"), 3)
+    node = Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward}).node()
+    own = np.zeros(3, np.float32)
+    rank.busy = "restore"
+    assert rank._metrics_of(node, batch.columns, TrainResult([], "digest", own), 3) == {}
+    assert rank._own_proximal == (node.digest, own)
 
 
 def test_a_batch_of_several_optimizer_steps_is_scored_first(rank: TrainerRank, tmp_path: Path):
-    files = Files(tmp_path / "store")
-    rollout, reward = sampled_rows(files, 3)
-    nodes = Nodes(files)
-    rollout_node = nodes.get(Stage.ROLLOUT, rollout)
-    batch = fix_batch(
-        read_samples(files, rollout_node),
-        read_rewards(files, nodes.get(Stage.REWARD, reward)),
-        accepted=rollout_node.outputs["accepted"],
-        scored=True,
-        version=3,
-    )
+    _, _, batch = sampled_batch(Files(tmp_path / "store"), 3)
     spec = rank._spec
     assert spec is not None and spec.train.global_batch_size == 4 and len(batch.columns) == 8
     assert rank._scores(batch)
