@@ -298,7 +298,7 @@ def _logprob_differences(config: RunConfig, metrics: Mapping[str, float]) -> dic
 
 
 def measured_mean(history: RunHistory, dataset: str) -> str:
-    """Return the name of a held-out set's mean reward: an accuracy if all rewards are 0 or 1."""
+    """Return the name of a held-out set's mean reward: accuracy or mean reward."""
     return ACCURACY if history.measure(dataset) == ACCURACY else MEAN_REWARD
 
 

@@ -25,6 +25,7 @@ from rlpipe.observe.run_history import (
     IterationRecord,
     RunHistory,
     SampleChange,
+    show_accuracy,
 )
 from rlpipe.store.branches import Branches
 from rlpipe.store.labels import label_text
@@ -216,11 +217,7 @@ def _totals(
     return {
         "accuracy_before": main[0].mean_reward if len(main) > 1 else None,
         "accuracy_after": main[-1].mean_reward if main else None,
-        "held_out_measure": (
-            (ACCURACY if all(evaluation.binary for evaluation in main) else MEAN_REWARD)
-            if main
-            else None
-        ),
+        "held_out_measure": ((ACCURACY if show_accuracy(main) else MEAN_REWARD) if main else None),
         "seconds": sum(entry["seconds"] for entry in timing),
         "seconds_by_stage": by_stage,
         "orchestration_s_per_iteration": sum(overhead) / len(overhead) if overhead else None,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,11 +102,11 @@ class RunHistory:
     def measure(self, dataset: str) -> str:
         """Return the name of the measure of one set: an accuracy only if it is one.
 
-        `ACCURACY` if all rewards are 0 or 1, `PASS_RATE` if a threshold is given, else
-        `MEAN_REWARD`.
+        `ACCURACY` if all rewards are 0 or 1 and some are 1, `PASS_RATE` if a threshold is given,
+        else `MEAN_REWARD`.
         """
         evaluations = self._of(dataset)
-        if all(evaluation.binary for evaluation in evaluations):
+        if show_accuracy(evaluations):
             return ACCURACY
         if all(evaluation.passed is not None for evaluation in evaluations):
             return PASS_RATE
@@ -155,6 +156,16 @@ class RunHistory:
         """Return the median over iterations of the sum of stage seconds; None without any."""
         sums = [sum(record.seconds.values()) for record in self.iterations if record.seconds]
         return statistics.median(sums) if sums else None
+
+
+def show_accuracy(evaluations: Sequence[Evaluation]) -> bool:
+    """True if the mean rewards of a set are accuracies: all rewards are 0 or 1, and some are 1.
+
+    Rewards that are all 0 can have any scale. They are usual before training. True without an
+    evaluation.
+    """
+    all_zero = bool(evaluations) and not any(one.mean_reward for one in evaluations)
+    return all(one.binary for one in evaluations) and not all_zero
 
 
 def score_text(value: float, measure: str) -> str:

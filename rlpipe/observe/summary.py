@@ -21,7 +21,7 @@ def summarise(history: RunHistory) -> dict[str, Any]:
     Keys: run, status, iterations, accuracy {dataset: measure, before, after, best, n, curve},
     reward {first, last, best}, seconds_per_iteration (median), seconds_per_stage {stage: total,
     median, share}, train_rollout_logprob_abs_diff {mean, max}, packages, and those of `totals`.
-    `measure` is `accuracy` only if all rewards are 0 or 1 (`RunHistory.measure`).
+    `measure` is `accuracy` only if all rewards are 0 or 1 and some are 1 (`RunHistory.measure`).
     """
     figures = {
         "run": history.run,

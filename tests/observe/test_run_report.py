@@ -189,6 +189,11 @@ def test_a_set_is_an_accuracy_only_if_every_evaluation_is():
     )
 
 
+def test_rewards_that_are_all_0_are_no_accuracy_until_one_is_1():
+    assert scored(0.0, 0.0).measure("a") == "mean reward"
+    assert scored(0.0, 0.25).measure("a") == "accuracy"
+
+
 def test_sets_with_another_measure_have_a_chart_of_their_own():
     history = scored(0.2, 0.5)
     history.evaluations += [Evaluation(k, "shaped", 2.5 + k, 8, binary=False) for k in (0, 1)]
