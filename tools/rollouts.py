@@ -25,6 +25,7 @@ from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.lineage.rollouts import find, iterations, sample_rows
 from rlpipe.lineage.sample_sets import write_samples
 from rlpipe.lineage.token_rows import tokenizer_of
+from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.command import parsers
@@ -80,7 +81,9 @@ def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
             "the run has no stored rollout",
             where=f"--run {run}",
             found=files.root,
-            do="give --home or --store",
+            do="give --home or --store"
+            if Branches(files).find(run) is None
+            else "wait for its first rollout, or start the run again",
         )
     if text is None:
         return stored[-1:]

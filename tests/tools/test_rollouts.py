@@ -34,6 +34,7 @@ def home(tmp_path: Path) -> Path:
     for _ in range(3):
         trained.iterate()
     files.create("branches/run/epochs/00000001/00000014.json", b"{}")
+    Run(files, "begun").start()
     samples = [*group("sampled:0"), *group("sampled:1")]
     for sample in samples:
         sample.prompt = [{"role": "user", "content": "1 + 1 ="}]
@@ -122,7 +123,8 @@ def test_samples_of_chosen_iterations_are_a_page(
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (("--run", "absent"), "the run has no stored rollout"),
+        (("--run", "absent"), "give --home or --store"),
+        (("--run", "begun"), "wait for its first rollout"),
         (("--run", "run", "--iterations", "7"), "within 0:3"),
         (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),
         (("--run", "run", "--out", "rows.csv"), ".jsonl, .parquet or .html"),
