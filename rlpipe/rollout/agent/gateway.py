@@ -145,7 +145,8 @@ class Gateway:
             site = web.TCPSite(runner, *self.address)
         else:
             # A duplicate: the server closes its socket, and the listener continues to listen.
-            site = web.SockSite(runner, self._listener.dup())
+            # Its default backlog would replace the listener's.
+            site = web.SockSite(runner, self._listener.dup(), backlog=_WAITING_CONNECTIONS)
         await site.start()
         self.address = runner.addresses[0]
         return self
