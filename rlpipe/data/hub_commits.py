@@ -1,8 +1,11 @@
-"""Fix the files of a run: their recorded paths, and their commits on the Hugging Face Hub.
+"""Fix the configuration of a run: recorded paths and defaults, and commits on the Hub.
 
 `pinned` adds the hash of the commit to each address: `Qwen/Qwen3-0.6B` becomes
 `Qwen/Qwen3-0.6B@c1899de289a0...`. The stored configuration of the run thus names what it trained,
 all nodes and all later starts use the same files, and a fork continues with those of its parent.
+
+`as_recorded` also keeps the defaults of the release that started the run (`EARLIER_DEFAULTS`), so
+that the run continues after an upgrade. A fork gets the defaults of the present release.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from rlpipe.system.hub import HubReference, file_reference, model_reference, res
 
 Keys = tuple[str | int, ...]
 EARLIER_DEFAULTS: dict[Keys, Any] = {("advantage", "score_proximal"): True}
-"""Key that decides results → its default in an earlier release, where today's is none."""
+"""Key that decides results → its default in an earlier release. The present default is None."""
 
 
 def as_recorded(config: RunConfig, home: Path) -> RunConfig:
