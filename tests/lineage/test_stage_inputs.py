@@ -239,6 +239,13 @@ def test_each_identity_key_changes_exactly_the_stages_that_it_decides():
     }
 
 
+@pytest.mark.parametrize(("steps", "scored"), [(1, False), (2, True)])
+def test_the_second_optimizer_step_of_a_batch_needs_proximal_log_probs(steps: int, scored: bool):
+    train = CONFIG.train.model_copy(update={"num_steps_per_rollout": steps})
+    config = CONFIG.model_copy(update={"train": train})
+    assert by_scoring(config) == ({Stage.ADVANTAGE} if scored else set())
+
+
 def test_only_these_keys_are_tuning_keys():
     assert {key for key, tuning in LEAVES.items() if tuning} == {
         f"{section}.{name}".strip(".")
