@@ -90,6 +90,16 @@ def check_call(
         ) from error
 
 
+def load_positional(path: str, parameters: Sequence[str], key: str) -> Callable[..., Any]:
+    """Return the hook of a key that is called with these positional parameters.
+
+    Raises: as `load_hook` and `check_call`.
+    """
+    hook = load_hook(path)
+    check_call(hook, *parameters, path=path, key=key, expected=f"({', '.join(parameters)})")
+    return hook
+
+
 def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
     """True if the hook has a parameter of this name, or accepts any keyword."""
     try:

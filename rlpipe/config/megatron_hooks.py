@@ -22,10 +22,9 @@ its arguments only: a restart of a rank loses the hook's own state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from rlpipe.config.hooks import check_call, load_hook
+from rlpipe.config.hooks import load_positional
 from rlpipe.config.train import TrainConfig
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -57,7 +56,10 @@ class MegatronHooks:
         Raises: ConfigError if a hook does not exist or does not accept its arguments.
         """
         self._args = args
-        self._hooks = {key: _load(key, path) for key, path in megatron_hook_paths(train).items()}
+        self._hooks = {
+            key: load_positional(path, PARAMETERS[key], f"train.{key}")
+            for key, path in megatron_hook_paths(train).items()
+        }
 
     def init(self) -> None:
         """Call the init hook. Process groups must be open."""
@@ -77,12 +79,3 @@ class MegatronHooks:
     def _call(self, key: str, *arguments: Any) -> None:
         if key in self._hooks:
             self._hooks[key](self._args, *arguments)
-
-
-def _load(key: str, path: str) -> Callable[..., Any]:
-    hook = load_hook(path)
-    parameters = PARAMETERS[key]
-    check_call(
-        hook, *parameters, path=path, key=f"train.{key}", expected=f"({', '.join(parameters)})"
-    )
-    return hook

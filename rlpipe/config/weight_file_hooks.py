@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpipe.config.hooks import check_call, error_with_line, load_hook
+from rlpipe.config.hooks import error_with_line, load_positional
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import SyncError
 
@@ -69,9 +69,4 @@ def _call(key: str, path: str, *arguments: Any) -> None:
 
 
 def _load(key: str, path: str) -> Callable[..., Any]:
-    hook = load_hook(path)
-    parameters = PARAMETERS[key]
-    check_call(
-        hook, *parameters, path=path, key=f"sync.{key}", expected=f"({', '.join(parameters)})"
-    )
-    return hook
+    return load_positional(path, PARAMETERS[key], f"sync.{key}")
