@@ -194,8 +194,7 @@ async def open_cluster(
     await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
-    timeout_s = config.resources.start_timeout_s
-    gpu_bytes = await asyncio.to_thread(smallest_gpu_bytes, timeout_s)
+    gpu_bytes = await smallest_gpu_bytes(config.resources.start_timeout_s)
     config, memory = await asyncio.to_thread(fitted, config, model_dir, gpu_bytes)
     spec = ClusterSpec(config, str(home), model_dir, store_root)
     try:

@@ -23,6 +23,7 @@ precedence: `resources.offload_train`, `resources.offload_rollout`, and `engine.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,7 @@ from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import safe_open
 
+from rlpipe.actors.ray.calls import gather
 from rlpipe.config.run import RunConfig
 from rlpipe.engines.sglang.server import smallest_gpu_mib
 
@@ -152,17 +154,18 @@ def fitted(config: RunConfig, model_dir: str, gpu_bytes: int | None) -> Fitted:
     return Fitted(config.model_copy(update={"resources": resources}), line)
 
 
-def smallest_gpu_bytes(timeout_s: float) -> int | None:
+async def smallest_gpu_bytes(deadline_s: float) -> int | None:
     """Return the memory of the smallest GPU of the Ray cluster; None without GPUs.
 
-    Raises: GetTimeoutError if a node does not answer.
+    Raises: as `gather`, if a node does not answer.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    known = await asyncio.to_thread(ray.nodes)
+    nodes = [node for node in known if node["Alive"] and node["Resources"].get("GPU")]
     if not nodes:
         return None
     # A task starts a process on its node, which takes seconds.
     if {node["NodeManagerAddress"] for node in nodes} == {get_node_ip_address()}:
-        sizes = [smallest_gpu_mib()]
+        sizes = [await asyncio.to_thread(smallest_gpu_mib)]
     else:
         probe: Any = ray.remote(smallest_gpu_mib)
         strategies = (NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes)
@@ -170,7 +173,7 @@ def smallest_gpu_bytes(timeout_s: float) -> int | None:
             probe.options(num_cpus=0, scheduling_strategy=strategy).remote()
             for strategy in strategies
         ]
-        sizes = ray.get(probes, timeout=timeout_s)
+        sizes = await gather(probes, where="GPU memory of Ray's nodes", deadline_s=deadline_s)
     return min((size * 1024**2 for size in sizes if size is not None), default=None)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,12 @@ from rlpipe.actors.gpu_memory import (
     graph_sizes,
     requests_per_engine,
     sizes_of,
+    smallest_gpu_bytes,
     trainer_state_bytes,
 )
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
+from rlpipe.errors import DeadlineExceeded
 
 H100 = int(79.6 * GIB)
 H200 = int(139.7 * GIB)
@@ -311,3 +315,24 @@ def test_a_teacher_on_the_ranks_leaves_the_defaults(model_dir: str):
     )
     actors, line = fitted(config, model_dir, H100)
     assert line is None and actors.resources == config.resources
+
+
+async def test_memory_is_that_of_the_smallest_gpu_of_live_nodes(monkeypatch: pytest.MonkeyPatch):
+    nodes: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu_memory.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(gpu_memory, "smallest_gpu_mib", lambda: 81920)
+    assert await smallest_gpu_bytes(5.0) is None
+    here = {"NodeManagerAddress": gpu_memory.get_node_ip_address(), "Resources": {"GPU": 8.0}}
+    nodes += [{**here, "Alive": False}, {**here, "Alive": True, "Resources": {"CPU": 8.0}}]
+    assert await smallest_gpu_bytes(5.0) is None
+    nodes.append({**here, "Alive": True})
+    assert await smallest_gpu_bytes(5.0) == 80 * GIB
+
+
+async def test_a_node_that_does_not_answer_about_its_gpus_is_named(monkeypatch: pytest.MonkeyPatch):
+    node = {"NodeID": "ab" * 28, "NodeManagerAddress": "192.0.2.1", "Alive": True}
+    monkeypatch.setattr(gpu_memory.ray, "nodes", lambda: [node | {"Resources": {"GPU": 8.0}}])
+    probe = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=asyncio.Future))
+    monkeypatch.setattr(gpu_memory.ray, "remote", lambda _: probe)
+    with pytest.raises(DeadlineExceeded, match="GPU memory of Ray's nodes"):
+        await smallest_gpu_bytes(0.05)
