@@ -16,11 +16,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.checkpoint.conversion.convert import to_adam_state, to_hf
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
 from tests.engines.megatron.families import make
 from tests.engines.megatron.ranks import (
+    _train,
     engine,
     make_batch,
     save_and_resume,
@@ -90,7 +92,7 @@ def as_qwen2(directory: Path, target: Path) -> str:
     return str(target)
 
 
-def prediction_loss(model: Any, layer: MiMoLayer, batch: Any) -> torch.Tensor:
+def prediction_loss(model: Any, layer: torch.nn.Module, batch: Any) -> torch.Tensor:
     """Return the mean over all masked-in response tokens that the layer predicts."""
     losses = []
     for i in range(len(batch)):
@@ -186,6 +188,28 @@ def test_the_layer_is_saved_and_training_continues_bit_for_bit(mimo, tmp_path):
     )
     assert found["loaded"] == found["saved"]
     assert found["resumed"] == found["straight"]
+
+
+def test_a_converted_optimizer_state_has_the_layer(mimo, tmp_path):
+    train = TrainConfig.model_validate(TRAIN)
+    digests = []
+    for source in ("trained", "continued"):
+        model_dir = str(mimo) if source == "trained" else str(tmp_path / "weights")
+        ours = engine(model_dir, train, 0, 1, free_port())
+        try:
+            ours.load_hf()
+            if source == "trained":
+                _train(ours, [0, 1])
+                ours.save_checkpoint(tmp_path / "saved", 1)
+            else:
+                ours.load_adam_state(tmp_path / "adam")
+            digests.append((ours.state_digest(), _train(ours, [2])))
+        finally:
+            ours.close()
+        if source == "trained":
+            to_hf(tmp_path / "saved", tmp_path / "weights", origin=mimo)
+            to_adam_state(tmp_path / "saved", tmp_path / "adam", origin=mimo)
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.long

@@ -219,7 +219,9 @@ def to_adam_state(
         )
     stored = Checkpoint(source.folder)
     with single_process_groups():
-        meta_model = MetaModel(origin, stored.dtype, metadata=stored.layout)
+        meta_model = MetaModel(
+            origin, stored.dtype, metadata=stored.layout, predicts=stored.predicts
+        )
         adam = AdamState(stored, meta_model)
         files = _split(list(adam.units()), shard_bytes, lambda unit: unit.size_bytes)
         report = _report(output, files, lambda unit: unit.size_bytes, torch.float32)
@@ -331,7 +333,7 @@ class _Plan:
             )
         self.results |= {unit: [unit[1]] for unit in extra}
         self.sizes |= {unit: tensor.nbytes for unit, tensor in extra.items()}
-        mtp_layers = getattr(meta_model.bridge.hf_config, "num_nextn_predict_layers", 0)
+        mtp_layers = getattr(meta_model.bridge, "prediction_layers", 0)
         if mtp_layers and not extra and not any(name.startswith("mtp.") for name in split):
             self.notes.append(
                 f"the {mtp_layers} layers for multi-token prediction are missing: give "
