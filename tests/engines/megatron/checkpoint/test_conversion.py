@@ -102,6 +102,7 @@ def test_mxfp4_weights_are_converted_dequantised(tmp_path):
     path.write_text(json.dumps(config))
     to_torch_dist(directory, tmp_path / "dist")
     to_hf(tmp_path / "dist", tmp_path / "back")
+    assert list(different(directory, tmp_path / "back")) == []
     written = load_all(tmp_path / "back")
     expected = stored | {name: from_mxfp4(blocks, scales)}
     assert written.keys() == expected.keys()

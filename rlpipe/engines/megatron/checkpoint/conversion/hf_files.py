@@ -106,7 +106,7 @@ class HfWeights:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all tensors. Those of quantised weights are the names without quantisation."""
+        """Names of all tensors. Quantised weights have the names of the dequantised ones."""
         blocks, scales = MXFP4_SUFFIXES
         return [
             whole if self._has_mxfp4(whole := name.removesuffix(blocks)) else name
@@ -121,7 +121,7 @@ class HfWeights:
         return all(f"{name}{suffix}" in self._headers for suffix in MXFP4_SUFFIXES)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._headers
+        return name in self._headers or self._has_mxfp4(name)
 
     def meta(self, name: str) -> torch.Tensor:
         """Return a tensor as `read` would, on the meta device."""
