@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
@@ -21,9 +20,9 @@ from rlpipe.sync.tensors import check_tensors, expected_shapes
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
 from tests.engines.megatron.families import make
+from tests.engines.megatron.model.test_prediction import SCALE, prediction_loss
 from tests.engines.megatron.ranks import engine, make_batch
 
-SCALE = 0.3
 TRAIN: dict[str, Any] = {
     "max_tokens_per_gpu": 64,
     # Without clipping, the policy's gradient does not change the step of the layer.
@@ -131,27 +130,6 @@ def make_with_layer(family: str, directory: Path) -> tuple[str, Any, Layer]:
     key = "mtp_num_hidden_layers" if family in _SEPARATE else "num_nextn_predict_layers"
     path.write_text(json.dumps(config | {key: 1}))
     return source, model, layer
-
-
-def prediction_loss(model: Any, layer: Layer, batch: Any) -> torch.Tensor:
-    """Return the mean over all masked-in response tokens that the layer predicts."""
-    losses = []
-    for i in range(len(batch)):
-        tokens = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]]).long()
-        if len(tokens) < 3:
-            continue
-        with torch.no_grad():
-            hidden = model.model(tokens[None]).last_hidden_state
-            embedded = model.model.embed_tokens(tokens[None, 1:])
-            angles = model.model.rotary_emb(hidden, torch.arange(len(tokens) - 1)[None])
-        out = layer(hidden[:, :-1], embedded, angles)
-        logits = out[0, :-1] @ model.lm_head.weight.detach().T
-        every = cross_entropy(logits, tokens[2:], reduction="none")
-        mask = torch.zeros(len(tokens))
-        here = slice(batch.response_offsets[i], batch.response_offsets[i + 1])
-        mask[batch.prompt_lengths[i] :] = torch.from_numpy(batch.loss_mask[here]).float()
-        losses.append(every[mask[2:] > 0])
-    return torch.cat(losses).mean()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

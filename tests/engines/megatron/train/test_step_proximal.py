@@ -28,8 +28,20 @@ LOSSES: dict[str, dict[str, Any]] = {
     "rejection": {"use_rs": True, "rs_level": "geometric", "rs_upper_bound": 1.05},
     "veto": {"rs_veto_threshold": 0.5, "entropy_coef": 0.01},
     "tokens of the step": {"use_tis": True, "tis_clip": 1.1, "calculate_per_token_loss": True},
+    "reducer": {
+        "use_tis": True,
+        "tis_mode": "mask",
+        "tis_clip": 1.3,
+        "tis_clip_low": 0.7,
+        "custom_pg_loss_reducer_function_path": f"{__file__}:sum_over_forty",
+    },
     "bypass": {"use_rollout_logprobs": True},
 }
+
+
+def sum_over_forty(total_lengths, response_lengths, masks, calculate_per_token_loss):
+    mask = torch.cat(masks)
+    return lambda values: (values * mask).sum() / 40
 
 
 def start(model_dir: str, **loss: Any):
