@@ -111,7 +111,8 @@ class GptOss(LLMBridge):
                 "grouped matrix products have no biases, and this model's experts have some",
                 where="train.megatron.moe_grouped_gemm",
                 found=True,
-                expected="false, or no such key",
+                expected=False,
+                do="remove the key",
             )
         return self._build_base_config(
             activation_func=quick_gelu,

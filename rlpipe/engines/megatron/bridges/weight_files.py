@@ -59,7 +59,7 @@ class WeightFiles(SafeTensorIO):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all tensors. Those of quantised weights are the names without quantisation."""
+        """Names of all tensors. Quantised weights have the names of the dequantised ones."""
         return [
             whole if self._has_mxfp4(whole := name.removesuffix(MXFP4_SUFFIXES[0])) else name
             for name in self._file_of

@@ -2,8 +2,7 @@
 
 `save` writes, `load` and `load_critic` restore, `load_adam_state` continues another run's Adam.
 
-    <directory>/iter_0000012/…                      weights, optimizer, schedule and random state,
-    the
+    <directory>/iter_0000012/…                      weights, optimizer, schedule, random state, the
                                                     critic's as `critic.…`; the architecture's
                                                     arguments; small files of the model's directory
     <directory>/release/…                           converted weights (`conversion`), no iteration

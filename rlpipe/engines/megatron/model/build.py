@@ -288,8 +288,8 @@ def _set_chunks(bridge: LLMBridge, train: TrainConfig) -> None:
             found=f"{chunks} chunks on one stage",
             do=f"remove it, or set {_PARALLEL}.pipeline_model_parallel_size above 1",
         )
-    # Otherwise Megatron sends activations and gradients at once. Two stages are each both before
-    # and after the other, and would take one for the other.
+    # Without overlap Megatron sends activations and gradients together. With two stages the
+    # previous and the next stage are the same rank, which would confuse the two.
     config.overlap_p2p_comm = True
     if chunks < 1 or (layers % (stages * chunks) and not _UNEVEN.intersection(train.megatron)):
         raise _uneven_chunks(name, chunks, layers, stages)
