@@ -78,8 +78,9 @@ _DIFFERENCES: tuple[tuple[Callable[[Values], Any], str], ...] = (
     ),
     (
         lambda values: values.get("enable_mtp_training") and not trained_prediction_layers(values),
-        "--enable-mtp-training: layers for multi-token prediction keep their weights, because the "
-        "model has another number of them, or ranks split its layers or samples. slime trains "
+        "--enable-mtp-training: layers for multi-token prediction keep their weights, because "
+        "--hf-checkpoint is no directory of this machine, its model has another number of them "
+        "than --mtp-num-layers, or ranks split its layers or samples. slime trains "
         "them on the policy's hidden states, without a gradient to the policy; drafts of "
         "speculative decoding are accepted less often as the policy moves away",
     ),

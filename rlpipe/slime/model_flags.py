@@ -47,7 +47,8 @@ def model_source(values: Values) -> Keys:
 def trained_prediction_layers(values: Values) -> int:
     """Return the number of layers for multi-token prediction that --enable-mtp-training trains.
 
-    0 if the model has another number of them, or the layout cannot train them.
+    0 if the model has another number of them, the layout cannot train them, or its config.json
+    cannot be read, as of a name on the Hub.
     """
     layout = ("pipeline_model_parallel_size", "context_parallel_size")
     directory = values.get("hf_checkpoint")
