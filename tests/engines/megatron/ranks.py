@@ -272,6 +272,21 @@ def train_on_any_number(rank: int, world_size: int, port: int, model_dir: str, t
         ours.close()
 
 
+def score_beside_a_teacher(
+    rank: int, world_size: int, port: int, model_dir: str, teacher_dir: str, train: dict
+) -> dict:
+    """Score with the policy before and after a teacher of another size."""
+    config = TrainConfig.model_validate(train)
+    ours = engine(model_dir, config, rank, world_size, port, teacher_dir=teacher_dir)
+    try:
+        ours.load_hf()
+        batch = make_batch()
+        models = ("policy", "teacher", "policy")
+        return dict(enumerate(ours.score(batch, model=model) for model in models))
+    finally:
+        ours.close()
+
+
 def gloo_threads_left(
     rank: int, world_size: int, port: int, model_dir: str, train: dict
 ) -> tuple[int, int]:

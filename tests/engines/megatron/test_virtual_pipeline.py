@@ -12,6 +12,7 @@ from tests.engines.megatron.ranks import (
     offload_and_train,
     save_and_resume,
     score_and_train,
+    score_beside_a_teacher,
     train_on_any_number,
     value_and_train,
 )
@@ -141,6 +142,18 @@ def test_routing_is_recorded_and_replayed_in_chunks(models, two_ranks, recompute
         assert found["free"] == [None, None]
     for step, expected in zip(first["steps"], wanted["steps"], strict=True):
         assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.integration
+def test_a_teacher_with_fewer_layers_has_its_own_number_of_chunks(models, two_ranks):
+    wanted = score_beside_a_teacher(
+        0, 1, free_port(), models["qwen3_deep"], models["llama"], {"max_tokens_per_gpu": 64}
+    )
+    train = TRAIN | PIPELINE | {"megatron": {"num_layers_per_virtual_pipeline_stage": 1}}
+    first, _ = two_ranks.run(score_beside_a_teacher, models["qwen3_deep"], models["llama"], train)
+    for number, scores in wanted.items():
+        assert np.abs(first[number] - scores).max() < 1e-5
+    assert np.abs(wanted[0] - wanted[1]).max() > 0.1
 
 
 @pytest.mark.integration

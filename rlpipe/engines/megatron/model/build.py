@@ -181,6 +181,9 @@ def open_model(
             "moe_enable_routing_replay": train.replays_routing,
             "use_cpu_initialization": not platform.CUDA_FOUND,
             **dict.fromkeys(_INIT_METHODS, _keep_undefined),
+            # mbridge would take both from the model that was built before.
+            "virtual_pipeline_model_parallel_size": None,
+            "overlap_p2p_comm": False,
             **for_transformer,
         },
     )
@@ -354,7 +357,7 @@ def _bare_chunks(
     `provider`: path of a function that builds them (`provided`).
     """
     number = bridge.config.virtual_pipeline_model_parallel_size
-    # Megatron's schedules read the number of chunks here. All models of a rank have the same.
+    # Megatron reads the number of chunks here. `passes` sets it again for the model that runs.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
     return [_bare_chunk(bridge, dtype, kind, chunk, provider) for chunk in chunk_numbers(bridge)]
 

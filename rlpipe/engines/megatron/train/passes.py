@@ -210,6 +210,11 @@ def _run(
 
         return hidden, loss_function
 
+    # Megatron chooses its schedule by this number. A teacher or critic with fewer layers than the
+    # policy can have fewer chunks.
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        len(chunks) if is_interleaved else None
+    )
     # Each chunk reads all micro-batches.
     iterators = tee(micro_batches, len(chunks))
     with torch.set_grad_enabled(not forward_only):
