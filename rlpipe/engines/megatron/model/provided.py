@@ -37,7 +37,8 @@ def provided_model(path: str, config: TransformerConfig, **place: Any) -> Policy
     """Return the model of the user's function.
 
     `place`: `pre_process`, `post_process` and `vp_stage` of this rank's part. Raises: ConfigError
-    if the function fails, or returns another type or another attention.
+    if the function fails, or returns another type or another attention, or no layers for
+    multi-token prediction where they are trained.
     """
     function = load_hook(path)
     parameters = inspect.signature(function).parameters
@@ -56,6 +57,14 @@ def provided_model(path: str, config: TransformerConfig, **place: Any) -> Policy
             where=where,
             found=type(model).__name__,
             expected="megatron.core.models.gpt.GPTModel",
+        )
+    if config.mtp_num_layers and not model.mtp_process:
+        raise ConfigError(
+            "the provided model has no layers for multi-token prediction",
+            where=where,
+            found=f"train.megatron.mtp_num_layers: {config.mtp_num_layers}",
+            expected="a GPTModel with mtp_block_spec",
+            do="give GPTModel its mtp_block_spec, or remove train.megatron.mtp_num_layers",
         )
     for name, module in model.named_modules():
         if name.endswith("core_attention") and not isinstance(module, CoreAttention):

@@ -28,6 +28,7 @@ from tests.engines.megatron.ranks import (
     save_and_resume,
     score_and_train,
 )
+from tests.engines.megatron.test_provided import train_config
 
 SCALE = 0.3
 PREFIX = "model.mtp_layers.0."
@@ -180,6 +181,14 @@ def test_layers_that_the_model_does_not_have_are_refused(family: str, layers: in
     train = TrainConfig.model_validate({"megatron": {"mtp_num_layers": layers}})
     with pytest.raises(ConfigError, match="mtp_num_layers"):
         engine(make(family, tmp_path), train, 0, 1, free_port())
+
+
+def test_a_provided_model_without_the_layer_is_refused(mimo, tmp_path):
+    train = TrainConfig.model_validate(TRAIN)
+    path = train_config(tmp_path, str(mimo), "plain").custom_model_provider_path
+    train = train.model_copy(update={"custom_model_provider_path": path})
+    with pytest.raises(ConfigError, match="mtp_block_spec"):
+        engine(str(mimo), train, 0, 1, free_port())
 
 
 def test_the_layer_is_saved_and_training_continues_bit_for_bit(mimo, tmp_path):
