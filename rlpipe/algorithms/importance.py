@@ -11,8 +11,9 @@ and in asynchronous training the engine sampled with weights that are up to S ve
 times a clipped surrogate with a ratio to ℓ is decoupled PPO (arXiv 2110.00641; AReaL, arXiv
 2505.24298). Where engine and trainer agree, w is 1 and changes nothing.
 
-Both log-probs are recorded before the first optimizer step, so `correct` runs once per step before
-packing, in NumPy float64. `rlpipe.batch.build` drops tokens that are too old.
+`correct` runs in NumPy float64. Where a scoring pass recorded ℓ, it runs once per optimizer step,
+before packing. A single optimizer step has ℓ only in its forward pass, so it runs once per
+micro-batch. `rlpipe.batch.build` drops tokens that are too old.
 
 Legend: N samples of one optimizer step, R response tokens of these samples.
 
