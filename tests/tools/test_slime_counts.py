@@ -113,3 +113,11 @@ def test_the_table_counts_the_results_of_starts(
         "0 of 2 launchers not started",
         "0 of 2 launchers refused",
     ]
+
+
+def test_only_launches_with_one_of_the_texts_are_counted(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["", str(checkout), "launchers", "--only", "x", "short.py#2"])
+    assert counts.main() == 0
+    assert "1 of 1 launchers accepted" in capsys.readouterr().out

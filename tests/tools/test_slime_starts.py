@@ -96,9 +96,9 @@ def test_only_launches_that_did_not_pass_are_started_again(runs: Runs, tmp_path:
 
 def test_a_type_that_sglang_cannot_serve_trains_on_rollouts_of_another(runs: Runs, tmp_path: Path):
     words = LAUNCH.replace("Qwen3-4B", "MiniMax-M2").split()
-    runs.errors["output"] = "SGLang cannot serve this model type on CPUs"
     result = starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a")
-    assert result == Start(TRAINER_ONLY, "SGLang cannot serve this model type on CPUs")
+    assert result.outcome == TRAINER_ONLY and "rms_sumsq_serial" in result.problem
+    assert "output.txt" not in runs.words
     sampling = starts._flags(tuple(runs.words["rollouts.txt"]))
     assert sampling["hf_checkpoint"] == [str(tmp_path / "models" / "qwen3")]
     assert sampling["debug_rollout_only"] == []
@@ -108,27 +108,31 @@ def test_a_type_that_sglang_cannot_serve_trains_on_rollouts_of_another(runs: Run
     assert training["save"] == sampling["save"]
 
 
-def test_rewards_of_a_teacher_come_from_a_server_that_ends_with_the_run(
+def test_servers_that_a_launch_names_end_with_the_run(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     calls = []
 
-    class Teacher:
+    class Served:
         url = "http://127.0.0.1:7"
 
-        def __init__(self, model_path: str, *_: object, **__: object) -> None:
-            calls.append(Path(model_path).name)
+        def __init__(self, model_path: str, *_: object, log_path: Path, **__: object) -> None:
+            self.name = log_path.stem
+            calls.append((self.name, Path(model_path).name))
 
         def __getattr__(self, name: str):
-            return lambda *_: calls.append(name)
+            return lambda *_: calls.append((self.name, name))
 
-    monkeypatch.setattr(starts, "Server", Teacher)
+    monkeypatch.setattr(starts, "Server", Served)
     words = [*LAUNCH.split(), "--use-opd", "--rm-url", "http://teacher:13141/generate"]
+    words += ["--rollout-external-engine-addrs", "192.0.2.2:1", "192.0.2.2:2"]
     assert starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a") == Start(STARTED)
-    assert starts._flags(tuple(runs.words["output.txt"]))["rm_url"] == [
-        "http://127.0.0.1:7/generate"
-    ]
-    assert calls == ["qwen3", "start", "wait_ready", "stop"]
+    flags = starts._flags(tuple(runs.words["output.txt"]))
+    assert flags["rm_url"] == ["http://127.0.0.1:7/generate"]
+    assert flags["rollout_external_engine_addrs"] == ["127.0.0.1:7"]
+    for name in ("teacher", "engine"):
+        of_server = [call for server, call in calls if server == name]
+        assert of_server == ["qwen3", "start", "wait_ready", "stop"]
 
 
 def test_a_model_with_own_code_is_trusted(runs: Runs, tmp_path: Path):

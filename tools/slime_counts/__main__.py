@@ -1,6 +1,6 @@
 """Print how many launches of a checkout of slime are accepted here, and why the others are not.
 
-    python -m tools.slime_counts CHECKOUT [scripts|launchers] [--only TEXT] [--start FOLDER]
+    python -m tools.slime_counts CHECKOUT [scripts|launchers] [--only TEXT ...] [--start FOLDER]
 
 Accepted means that `rlpipe train` with the words of the launch, unchanged, has a configuration.
 With `--start`, each accepted launch also trains two iterations of a small model of its type
@@ -39,7 +39,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.slime_counts", description=__doc__)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("kind", nargs="?", choices=("scripts", "launchers"))
-    parser.add_argument("--only", default="", help="launches with this text in their name")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="names with one of these texts"
+    )
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="start them in this folder")
     arguments = parser.parse_args()
     checkout = arguments.checkout.resolve()
@@ -51,7 +53,7 @@ def main() -> int:
             launches = [
                 launch
                 for launch in _launches(kind, checkout, Path(scratch))
-                if arguments.only in launch.name
+                if any(text in launch.name for text in arguments.only)
             ]
             failed += _count(launches, kind, checkout, folder)
     return 1 if failed else 0

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,8 +25,9 @@ from urllib.parse import urlsplit
 import yaml
 
 from rlpipe.config.model import EngineConfig, ResourcesConfig
-from rlpipe.engines.sglang.served_models import CPU_PROBLEMS, OWN_CODE
+from rlpipe.engines.sglang.served_models import OWN_CODE, check_served
 from rlpipe.engines.sglang.server import Server
+from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
 from tools.slime_counts.launches import Launch
@@ -151,10 +152,22 @@ def _start(launch: Launch, checkout: Path, folder: Path) -> Start:
     kind = Path(_flags(tuple(words))["hf_checkpoint"][0]).name
     if kind in OWN_CODE:
         words.append("model.source.trust_remote_code=true")
-    with _teacher(words, folder):
-        problem = _train(words, folder, checkout, python_path, "output.txt")
-    if not problem or kind not in CPU_PROBLEMS:
-        return Start(FAILED if problem else STARTED, problem)
+    try:
+        check_served(kind, "engine", trusts_code=True)
+    except ConfigError as error:
+        return _start_trainer(words, str(error), folder, checkout, python_path)
+    with _servers(words, folder) as served:
+        problem = _train(served, folder, checkout, python_path, "output.txt")
+    return Start(FAILED if problem else STARTED, problem)
+
+
+def _start_trainer(
+    words: list[str], problem: str, folder: Path, checkout: Path, python_path: str
+) -> Start:
+    """Sample with a type that SGLang serves here, then train the launch's model on the rollouts.
+
+    `problem`: why SGLang does not serve the model.
+    """
     sampling = sampling_words(words, folder)
     rollouts = f"{folder.name}-rollouts"
     problem_of_rollouts = _train(sampling, folder, checkout, python_path, "rollouts.txt", rollouts)
@@ -167,29 +180,36 @@ def _start(launch: Launch, checkout: Path, folder: Path) -> Start:
 
 
 @contextmanager
-def _teacher(words: list[str], folder: Path) -> Iterator[None]:
-    """Serve a teacher of the launch's model type, if its rewards come from one (`--rm-url`)."""
+def _servers(words: list[str], folder: Path) -> Iterator[list[str]]:
+    """Serve the launch's model where its words name servers that others start.
+
+    These are external engines, and a teacher that gives rewards (`--rm-url`). The value is the
+    words with the addresses of the servers.
+    """
     flags = _flags(tuple(words))
-    url = urlsplit(flags["rm_url"][0]) if "rm_url" in flags else None
-    if url is None or url.path != "/generate" or "use_opd" not in flags:
-        yield
-        return
-    server = Server(
-        flags["hf_checkpoint"][0],
-        EngineConfig(),
-        ResourcesConfig(),
-        dtype="float32",
-        port=None,
-        log_path=folder / "teacher.log",
-        seed=0,
-    )
-    words[words.index("--rm-url") + 1] = f"{server.url}{url.path}"
-    try:
-        server.start()
-        server.wait_ready(TIMEOUT_S)
-        yield
-    finally:
-        server.stop()
+    with ExitStack() as servers:
+
+        def serve(name: str) -> str:
+            server = Server(
+                flags["hf_checkpoint"][0],
+                EngineConfig(),
+                ResourcesConfig(),
+                dtype="float32",
+                port=None,
+                log_path=folder / f"{name}.log",
+                seed=0,
+            )
+            servers.callback(server.stop)
+            server.start()
+            server.wait_ready(TIMEOUT_S)
+            return server.url
+
+        if "rollout_external_engine_addrs" in flags:
+            flags["rollout_external_engine_addrs"] = [urlsplit(serve("engine")).netloc]
+        url = urlsplit(flags["rm_url"][0]) if "rm_url" in flags else None
+        if url is not None and url.path == "/generate" and "use_opd" in flags:
+            flags["rm_url"] = [f"{serve('teacher')}{url.path}"]
+        yield _words(flags)
 
 
 def _train(
