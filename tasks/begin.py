@@ -20,7 +20,12 @@ from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.lineage.continuation import check_same_run
-from rlpipe.lineage.source_weights import decisive_digests, source_record, weight_sources
+from rlpipe.lineage.source_weights import (
+    decisive_digests,
+    prompts_record,
+    source_record,
+    weight_sources,
+)
 from rlpipe.lineage.stage_inputs import checkpoint_inputs, init_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.observe.terminal import duration, waiting_for
@@ -158,6 +163,7 @@ async def first_weights(ctx: RunContext) -> str:
         role: await asyncio.to_thread(source_record, source, ctx.home)
         for role, source in sources.items()
     }
+    records |= prompts_record(ctx.config, ctx.home)
     digests = decisive_digests(ctx.config, records)
     inputs = init_inputs(ctx.config, ctx.fingerprint, start, ctx.contracts, sources=digests)
     if ctx.nodes.find(Stage.INIT, inputs.digest) is None:

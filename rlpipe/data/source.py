@@ -4,6 +4,8 @@
 No state is kept between calls (permutations are only cached). The same state therefore gives the
 same plan in any process, and the state after a plan is all that a commit needs.
 
+With `data.slime_position`, the order is slime's, and epoch 0 is the rest of slime's epoch.
+
 With `data.overlong_prompts: drop`, an epoch consists of the rows that are short enough, in their
 order among all rows. The state counts only these rows, so a resumed run draws each of them once an
 epoch.
@@ -90,6 +92,8 @@ class DataSource:
         """
         _ = self._overlong
         _ = self._kept
+        if self._data.slime_position is not None:
+            _ = self._slime_start
 
     @property
     def overlong(self) -> tuple[Overlong, ...]:
@@ -198,12 +202,13 @@ class DataSource:
         epoch = state.epoch
         offset = state.offset
         draws = state.draws
-        if not 0 <= offset < len(self):
+        if not 0 <= offset < len(self._order(epoch)):
             raise DataError(
                 "the data state does not match the rows",
                 where=self._branch,
                 found=f"offset {offset} in epoch {epoch}",
-                expected=f"less than the {len(self)} rows of data.prompts that are drawn",
+                expected=f"less than the {len(self._order(epoch))} rows of data.prompts that are "
+                "drawn in the epoch",
                 do="continue with the prompts of the state, "
                 "or start a branch with a fresh data state",
             )
@@ -212,7 +217,7 @@ class DataSource:
             row = self._rows[self._order(epoch)[offset]]
             groups.append(self._group(row, f"{self._branch}:{draw:08d}"))
             offset += 1
-            if offset == len(self):
+            if offset == len(self._order(epoch)):
                 epoch += 1
                 offset = 0
         return groups, DataState(epoch=epoch, offset=offset, draws=draws + count)
@@ -246,6 +251,9 @@ class DataSource:
         # Dropped rows leave gaps: the order of the other rows does not depend on the limit.
         if len(self) == len(order):
             return order
+        if self._data.slime_position is not None:
+            first, offset = self._slime_start
+            return self._slime_order(first + epoch, offset if epoch == 0 else 0)
         return [number for number in order if number not in self._overlong]
 
 
@@ -255,6 +263,51 @@ def overlong_rows(
     """Return row number → length and limit, for rows with an over-long prompt.
 
     Raises: DataError naming a bad row.
+    @cached_property
+    def _slime_start(self) -> tuple[int, int]:
+        """Epoch of slime that this run begins in, and the prompts of it that slime has drawn.
+
+        Raises: DataError if the position is not one of these rows.
+        """
+        position = self._data.slime_position
+        assert position is not None
+        rows = len(self._slime_rows)
+        drawn = position.epoch * rows + position.offset
+        if position.offset > rows or position.draws not in (None, drawn):
+            raise DataError(
+                "slime's position is one of other prompts",
+                where="data.slime_position",
+                found=f"{position.draws or position.offset} prompts drawn, {position.offset} of "
+                f"them in epoch {position.epoch}; {rows} rows in data.prompts",
+                do="give the prompts of slime's run, with the same longest prompt; or begin with "
+                "all prompts: data.slime_position=null",
+            )
+        if self._slime_order(position.epoch, position.offset):
+            return position.epoch, position.offset
+        return position.epoch + 1, 0
+
+    @cached_property
+    def _slime_rows(self) -> Sequence[int]:
+        """Numbers of the rows that slime draws: its only limit is that of prompts."""
+        context = self._rollout.rollout_max_context_len
+        limit = self._data.rollout_max_prompt_len or (context - 1 if context else None)
+        if limit is None or self._data.overlong_prompts != "drop":
+            return range(len(self._rows))
+        too_long = {number for number, row in self._overlong.items() if row.tokens > limit}
+        return [number for number in range(len(self._rows)) if number not in too_long]
+
+    def _slime_order(self, epoch: int, offset: int) -> Sequence[int]:
+        """Return the rows of slime's epoch after `offset`, without those that are dropped here.
+
+        Source: `Dataset.shuffle` in slime/utils/data.py at 624b824a.
+        """
+        order = list(self._slime_rows)
+        if self._data.rollout_shuffle:
+            random.Random(self._data.rollout_seed + epoch).shuffle(order)
+        if self._data.overlong_prompts != "drop":
+            return order[offset:]
+        return [number for number in order[offset:] if number not in self._overlong]
+
     """
     encoded = (encode(row).overlong for row in rows)
     return {number: overlong for number, overlong in enumerate(encoded) if overlong is not None}

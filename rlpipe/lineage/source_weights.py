@@ -4,6 +4,7 @@
     local_directory(source, ...)     the weights as a Hugging Face directory on this node
     adam_directory(config, ...)      the policy's optimizer state
     source_record(source, ...)       path, iteration and sha256, for the node of the first weights
+    prompts_record(config, ...)      the same of slime's position in the prompts
 
 A role is "policy", "reference", "critic" or "teacher". A plain Hugging Face directory of the policy
 is no source of its own: the node of the first weights has its digest already.
@@ -165,8 +166,28 @@ def source_record(source: WeightSource, home: Path) -> dict[str, Any]:
     }
 
 
+def prompts_record(config: RunConfig, home: Path) -> dict[str, dict[str, Any]]:
+    """Return {"prompts": record} of slime's position in the prompts; {} for all prompts.
+
+    The configuration has the position itself. `sha256` is None if its file no longer exists.
+    """
+    position = config.data.slime_position
+    if position is None:
+        return {}
+    path = Path(position.file) if position.file else None
+    found = path is not None and path.is_file()
+    return {
+        "prompts": {
+            "path": position.file,
+            "epoch": position.epoch,
+            "offset": position.offset,
+            "sha256": contents_digest([path], home / FINGERPRINTS) if path and found else None,
+        }
+    }
+
+
 def decisive_digests(config: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return role → sha256 of the sources, other than the model directory, that decide results.
+    """Return role → digest of the sources, other than the model directory, that decide results.
 
     `records`: role → `source_record`. The critic's weights are part of the recorded state, and the
     teacher's path of the settings.
@@ -177,6 +198,9 @@ def decisive_digests(config: RunConfig, records: Mapping[str, Mapping[str, Any]]
         digests["optimizer"] = records["policy"]["sha256"]
     if "reference" in records:
         digests["reference"] = records["reference"]["sha256"]
+    if (position := config.data.slime_position) is not None:
+        # Two runs of the same weights have records of their own positions.
+        digests["prompts"] = f"epoch {position.epoch}, offset {position.offset}"
     return digests
 
 

@@ -25,7 +25,13 @@ from rlpipe.slime.args import FLAGS, LOSS_TYPES
 from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.differences import fixed_differences, scores_at_two_temperatures
 from rlpipe.slime.evaluation_flags import datasets
-from rlpipe.slime.model_flags import iterations_done, model_source, prediction_layers
+from rlpipe.slime.model_flags import (
+    iterations_done,
+    model_source,
+    other_prompts,
+    prediction_layers,
+    prompt_position,
+)
 from rlpipe.slime.reward_flags import DISTILLATION, reward_function
 from rlpipe.slime.server_groups import engine_layout, layout_difference
 from rlpipe.system.megatron_weights import is_megatron_checkpoint
@@ -71,6 +77,7 @@ def keys_of(flags: ParsedFlags) -> Keys:
     keys = _direct_keys(values)
     for convert in _CONVERTERS:
         keys |= convert(values)
+    keys |= _continued_prompts(flags, values)
     if "rollout_function_path" in values:
         keys |= _rollout_function(values)
     if (function := reward_function(values)) is not None and "reward.function" not in keys:
@@ -120,10 +127,21 @@ def differences(flags: ParsedFlags) -> list[str]:
             "old (--async-buffer-size); slime's fully asynchronous rollout has no bound"
         )
     if done := iterations_done(values):
+        continued = _continued_prompts(flags, values)
+        prompts = (
+            "prompts continue after those that slime has drawn"
+            if continued
+            else "prompts start from the beginning of the data"
+        )
         sentences.append(
             f"--load: {done} iterations of --num-rollout are done. This run has the others, and "
-            "counts them from 0; prompts start from the beginning of the data"
+            f"counts them from 0; {prompts}"
         )
+        if continued and (files := other_prompts(values)) is not None:
+            sentences.append(
+                f"--prompt-data: slime's run had {files[0]}, this one has {files[1]}. The position "
+                "is a number of rows, so both files must have the same rows"
+            )
     if (difference := layout_difference(values)) is not None:
         sentences.append(difference)
     return sentences
@@ -203,6 +221,17 @@ def _direct_keys(values: Values) -> Keys:
 def _is_default_function(value: Any) -> bool:
     """True for the path of a slime function that rlpipe's default behaviour replaces."""
     return isinstance(value, str) and SLIME_FUNCTIONS.get(value, value) is None
+
+
+def _continued_prompts(flags: ParsedFlags, values: Values) -> Keys:
+    """Return slime's position in the prompts.
+
+    {} if a data source of the user draws them, or an override sets the position.
+    """
+    path = values.get("data_source_path")
+    is_users = path is not None and not _is_default_function(path)
+    is_set = any(word.startswith("data.slime_position") for word in flags.overrides)
+    return {} if is_users or is_set else prompt_position(values)
 
 
 def _prompts(values: Values) -> Keys:

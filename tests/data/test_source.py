@@ -1,6 +1,7 @@
 """Plans are pure functions of the state; epochs and buffer neither lose nor repeat rows."""
 
 import json
+import random
 from typing import Any, cast
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlpipe.config.data import DataConfig, EvalDataset, FilePrompts
+from rlpipe.config.data import DataConfig, EvalDataset, FilePrompts, SlimePosition
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.source import DataSource, evaluation_plan, sample_seed
@@ -106,6 +107,82 @@ def test_epochs_and_seeds_have_different_orders():
     assert prompts[:30] != prompts[30:]
     assert prompts != drawn(source(30, 30, seed=2), 2)[0]
     assert prompts[:5] == ["p4", "p24", "p27", "p9", "p0"]
+
+
+def continued_from_slime(position, lengths, batch, *, shuffle=True, longest=None, context=None):
+    """Return a source that continues slime's run over rows with prompts of these lengths."""
+    data = DataConfig(
+        prompts=FILE,
+        rollout_shuffle=shuffle,
+        rollout_seed=3,
+        rollout_max_prompt_len=longest,
+        overlong_prompts="drop",
+        slime_position=position,
+    )
+    config = rollout(
+        rollout_batch_size=batch, n_samples_per_prompt=1, rollout_max_context_len=context
+    )
+    prompts = [
+        PromptRow(chr(97 + number) * length, where=f"x.jsonl:{number + 1}")
+        for number, length in enumerate(lengths)
+    ]
+    return DataSource(prompts, LETTERS, data, config, "run")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=9),
+    drawn_before=st.integers(0, 30),
+    batch=st.integers(1, 5),
+    shuffle=st.booleans(),
+    longest=st.sampled_from((None, 2, 3)),
+)
+def test_after_slimes_position_no_prompt_is_left_out_or_repeated(
+    lengths, drawn_before, batch, shuffle, longest
+):
+    kept = [
+        chr(97 + number) * length
+        for number, length in enumerate(lengths)
+        if longest is None or length <= longest
+    ]
+    if not kept:
+        return
+    # As slime draws: `Dataset.shuffle` seeds the global generator with seed + epoch.
+    order = []
+    for epoch in range((drawn_before + 5 * batch) // len(kept) + 1):
+        permutation = list(range(len(kept)))
+        if shuffle:
+            random.seed(3 + epoch)
+            random.shuffle(permutation)
+        order += [kept[number] for number in permutation]
+    epoch, offset = divmod(drawn_before, len(kept))
+    position = SlimePosition(epoch=epoch, offset=offset, draws=drawn_before)
+    resumed = continued_from_slime(position, lengths, batch, shuffle=shuffle, longest=longest)
+    resumed.check()
+    prompts, _ = drawn(resumed, 5)
+    assert prompts == order[drawn_before : drawn_before + 5 * batch]
+
+
+def test_a_finished_epoch_of_slime_is_followed_by_the_next():
+    end = SlimePosition(epoch=0, offset=4, draws=4)
+    next_one = SlimePosition(epoch=1, offset=0, draws=4)
+    first = drawn(continued_from_slime(end, [1] * 4, 2), 3)
+    assert first == drawn(continued_from_slime(next_one, [1] * 4, 2), 3)
+
+
+def test_rows_that_only_this_run_drops_keep_slimes_order():
+    # slime's limit is that of prompts alone; here a response needs room in the context too.
+    position = SlimePosition(epoch=0, offset=1, draws=1)
+    lengths = [1, 3, 1, 3, 1]
+    every, _ = drawn(continued_from_slime(position, lengths, 4, longest=3), 1)
+    short, _ = drawn(continued_from_slime(position, lengths, 1, longest=3, context=3), 2)
+    assert [prompt for prompt in every if len(prompt) < 3][:2] == short
+
+
+@pytest.mark.parametrize("position", [{"offset": 5}, {"offset": 1, "draws": 6}])
+def test_a_position_of_slime_in_other_prompts_is_refused(position):
+    source = continued_from_slime(SlimePosition(epoch=1, **position), [1] * 4, 2)
+    with pytest.raises(DataError, match="one of other prompts"):
+        source.check()
 
 
 def test_every_sample_has_its_own_seed():

@@ -6,7 +6,8 @@ The words of the launch stay as they are, except sizes and names of this machine
 stand-in of its type, prompts are stand-ins with the columns that the launch names, there is one
 trainer rank and one engine, and batches and responses are short (`small_words`). A model type that
 SGLang cannot serve on CPUs trains there on the rollouts that another type has sampled with the same
-words. A launch that has passed in `folder` is not started again.
+words. Every record of the run is then checked (`rlpipe audit verify`). A launch that has passed in
+`folder` is not started again.
 """
 
 from __future__ import annotations
@@ -215,8 +216,12 @@ def _servers(words: list[str], folder: Path) -> Iterator[list[str]]:
 def _train(
     words: list[str], folder: Path, checkout: Path, python_path: str, output: str, run: str = ""
 ) -> str:
-    """Run `rlpipe train` with its output in `output`; return the error, or ""."""
-    command = [sys.executable, "-m", "rlpipe", "train", *words, "--run", run or folder.name]
+    """Run `rlpipe train` with its output in `output`, and check its records.
+
+    Returns the error, or "".
+    """
+    run = run or folder.name
+    command = [sys.executable, "-m", "rlpipe", "train", *words, "--run", run]
     file = folder / output
     file.with_suffix(".json").write_text(json.dumps(command), encoding="utf-8")
     with file.open("w", encoding="utf-8") as stream:
@@ -236,7 +241,16 @@ def _train(
     except subprocess.TimeoutExpired:
         _end(process)
         return f"did not end within {TIMEOUT_S:g} s ({file})"
-    return "" if code == 0 else f"exit code {code}: {_last_error(file)}"
+    return _audit(run, file) if code == 0 else f"exit code {code}: {_last_error(file)}"
+
+
+def _audit(run: str, output: Path) -> str:
+    """Check the records of a run, with the findings at the end of `output`; return the error."""
+    home = output.parent.parent / "home"
+    command = [sys.executable, "-m", "rlpipe", "audit", "verify", "--run", run, "--home", str(home)]
+    with output.open("a", encoding="utf-8") as stream:
+        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT).returncode
+    return "" if code == 0 else f"the records of the run are wrong ({output})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

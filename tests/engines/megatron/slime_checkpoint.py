@@ -38,6 +38,9 @@ from safetensors.torch import save_file
 from rlpipe.system.ports import free_port
 
 SAMPLES_PER_STEP = 8
+PROMPTS_PER_STEP = 2
+SEED = 42
+"""slime's default of --rollout-seed."""
 LR = 1e-3
 
 
@@ -259,6 +262,10 @@ def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) ->
             use_distributed_optimizer=job.sharding is not None,
             transformer_impl="transformer_engine" if job.fused_norms else "local",
             iteration=iteration,
+            rollout_seed=SEED,
+            rollout_shuffle=True,
+            rollout_max_prompt_len=None,
+            params_dtype=getattr(torch, job.dtype),
         ),
         "checkpoint_version": 3.0,
         "iteration": iteration,
@@ -279,8 +286,15 @@ def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) ->
         (save / "latest_checkpointed_iteration.txt").write_text(str(iteration))
         cursor = save / "rollout" / f"global_dataset_state_dict_{iteration}.pt"
         cursor.parent.mkdir(exist_ok=True)
-        offset = (iteration + 1) * SAMPLES_PER_STEP
-        torch.save({"sample_offset": offset, "epoch_id": 0, "sample_index": offset}, cursor)
+        drawn = (iteration + 1) * PROMPTS_PER_STEP
+        position = {
+            "sample_offset": drawn,
+            "epoch_id": 0,
+            "sample_group_index": drawn,
+            "sample_index": (iteration + 1) * SAMPLES_PER_STEP,
+            "metadata": {},
+        }
+        torch.save(position, cursor)
 
 
 def _write_expected(job: Job, ddp: Any, optimizer: Any, folder: Path) -> None:
