@@ -244,6 +244,9 @@ class DataSource:
         )
 
     def _shuffled(self, epoch: int) -> Sequence[int]:
+        if self._data.slime_position is not None:
+            first, offset = self._slime_start
+            return self._slime_order(first + epoch, offset if epoch == 0 else 0)
         order = list(range(len(self._rows)))
         if self._data.rollout_shuffle:
             # A string seed is hashed by sha512: the order is equal in every process.
@@ -251,18 +254,8 @@ class DataSource:
         # Dropped rows leave gaps: the order of the other rows does not depend on the limit.
         if len(self) == len(order):
             return order
-        if self._data.slime_position is not None:
-            first, offset = self._slime_start
-            return self._slime_order(first + epoch, offset if epoch == 0 else 0)
         return [number for number in order if number not in self._overlong]
 
-
-def overlong_rows(
-    rows: Iterable[PromptRow], encode: Callable[[PromptRow], Encoded]
-) -> dict[int, Overlong]:
-    """Return row number → length and limit, for rows with an over-long prompt.
-
-    Raises: DataError naming a bad row.
     @cached_property
     def _slime_start(self) -> tuple[int, int]:
         """Epoch of slime that this run begins in, and the prompts of it that slime has drawn.
@@ -308,6 +301,13 @@ def overlong_rows(
             return order[offset:]
         return [number for number in order[offset:] if number not in self._overlong]
 
+
+def overlong_rows(
+    rows: Iterable[PromptRow], encode: Callable[[PromptRow], Encoded]
+) -> dict[int, Overlong]:
+    """Return row number → length and limit, for rows with an over-long prompt.
+
+    Raises: DataError naming a bad row.
     """
     encoded = (encode(row).overlong for row in rows)
     return {number: overlong for number, overlong in enumerate(encoded) if overlong is not None}
