@@ -28,9 +28,8 @@ endif
 
 run := $(if $(RUN),--run $(RUN))
 seed := $(if $(SEED),--seed $(SEED))
-# The recipes of the demos are for CPUs: engines on GPUs sample in 16 bit, and one GPU is shared. Asked once .venv is there.
-gpus = torch.cuda.device_count()
-on_gpu = $(shell $(PYTHON_BIN) -c 'import torch; print("model.dtype=bfloat16" * ($(gpus) > 0), "resources.colocate=true" * ($(gpus) == 1))')
+# The recipes of the demos are for CPUs: engines on GPUs sample in 16 bit. Asked once .venv is there.
+on_gpu = $(shell $(PYTHON_BIN) -c 'import torch; print("model.dtype=bfloat16" * torch.cuda.is_available())')
 
 PYTEST = $(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder --durations 25
 

@@ -173,6 +173,7 @@ async def run_iterations(
         for k in range(config.num_rollout):
             await observer.rollout(k, await stopping.run(sample_only(config.run, k)))
         return
+    ctx = await context(config.run)
     async with open_iterations(config) as iterations:
         for k in range(first, config.num_rollout):
             if stop:
@@ -180,14 +181,14 @@ async def run_iterations(
             start = time.perf_counter()
             work = iterations.finish(k)
             # The weights of `first` were evaluated before the loop.
-            if k > first and evaluates_concurrently(config, k):
+            if k > first and evaluates_concurrently(ctx, k):
                 work = run_both(work, evaluate_if_due(config, k, observer, concurrent=True))
             nodes = await stopping.run(work)
             await observer.iteration(k, nodes, seconds=time.perf_counter() - start)
             # Open the next iteration now, so that it samples during a blocking evaluation.
             if config.async_buffer_size:
                 await stopping.run(iterations.reach(k + 1))
-            if not evaluates_concurrently(config, k + 1):
+            if not evaluates_concurrently(ctx, k + 1):
                 stop = await stopping.run(evaluate_if_due(config, k + 1, observer))
 
 

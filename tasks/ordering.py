@@ -51,7 +51,7 @@ async def wait_to_train(run: str, k: int) -> None:
     """
     ctx = await context(run)
     await wait_until(ctx, lambda: is_committed(ctx, k - 1), k, f"the commit of iteration {k - 1}")
-    if not evaluates_concurrently(ctx.config, k):
+    if not evaluates_concurrently(ctx, k):
         await wait_for_evaluation(ctx, k)
 
 
@@ -164,18 +164,19 @@ def evaluation_due(config: RunConfig, version: int) -> bool:
     return version == config.num_rollout or (interval is not None and version % interval == 0)
 
 
-def evaluates_concurrently(config: RunConfig, version: int) -> bool:
+def evaluates_concurrently(ctx: RunContext, version: int) -> bool:
     """True if these weights are evaluated while the next iteration samples and trains.
 
     That needs pushed weights, engines on other GPUs than the trainer, and no `stop_when`, which
     makes training depend on the result.
     """
+    config = ctx.config
     pushed = version % config.sync.update_weights_interval == 0
     return (
         evaluation_due(config, version)
         and 0 < version < config.num_rollout
         and pushed
-        and not config.resources.colocate
+        and not ctx.cluster.shares_gpus
         and config.stop_when is None
     )
 

@@ -16,10 +16,11 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.drivers import Driver
 from rlpipe.actors.engines.fleet import Weights
-from rlpipe.actors.gpu_memory import fitted, smallest_gpu_bytes
+from rlpipe.actors.gpu_memory import fitted, gpus_of_nodes, smallest_gpu_bytes
 from rlpipe.actors.ray import named
 from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.calls import call, call_or_kill, kill_actors
+from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.ray.local_ray import claim_gpus, connect
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.run import RunConfig
@@ -127,10 +128,10 @@ class Cluster(_DriverHandle):
         *,
         memory: str | None = None,
     ) -> None:
-        """`memory`: as `Fitted.line`."""
+        """`memory`: the decisions about GPUs and their memory (`Placed.line`, `Fitted.line`)."""
         super().__init__(driver, conductor)
         self.has_engines = config.needs_engines
-        self.shares_gpus = config.resources.colocate
+        self.shares_gpus = config.resources.shares_gpus
         self._config = config
         self.memory = memory
         # A switch waits for the call that uses the trainer, then releases and allocates memory.
@@ -191,18 +192,20 @@ async def open_cluster(
     # Idempotent: an iteration in a process that already is a driver keeps its connection.
     with waiting_for("Ray"):
         connect(config.resources, home, namespace=namespace)
+    config, placement = placed(config, await asyncio.to_thread(gpus_of_nodes))
     await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
     driver = Driver(config.run, epoch)
     gpu_bytes = await smallest_gpu_bytes(config.resources.start_timeout_s)
     config, memory = await asyncio.to_thread(fitted, config, model_dir, gpu_bytes)
+    decisions = "; ".join(filter(None, (placement, memory))) or None
     spec = ClusterSpec(config, str(home), model_dir, store_root)
     try:
         conductor = await _open_conductor(driver, spec)
     except ActorLost:  # its idle watch ended it at this moment
         conductor = await _open_conductor(driver, spec)
     generator = ray.get_actor("generator", namespace=namespace)
-    return Cluster(driver, conductor, generator, config, memory=memory)
+    return Cluster(driver, conductor, generator, config, memory=decisions)
 
 
 async def _open_conductor(driver: Driver, spec: ClusterSpec) -> ActorHandle:

@@ -255,7 +255,7 @@ class Conductor:
         """Start or end the sharing of GPUs if this spec differs from the one before."""
         state = self._state
         config = spec.config
-        shared = config.resources.colocate and (config.needs_engines or state.fleet is not None)
+        shared = config.resources.shares_gpus and (config.needs_engines or state.fleet is not None)
         if not shared:
             state.sharing = GpuSharing()
         elif not state.sharing.active or state.spec is None or state.spec != spec:

@@ -131,7 +131,7 @@ def fitted(config: RunConfig, model_dir: str, gpu_bytes: int | None) -> Fitted:
     if gpu_bytes is None or not config.needs_engines or config.resources.external_engines:
         return Fitted(config, None)
     config = _with_graph_sizes(config, gpu_bytes)
-    if not config.resources.colocate:
+    if not config.resources.shares_gpus:
         return Fitted(config, None)
     model = json.loads((Path(model_dir) / "config.json").read_text())
     sizes = sizes_of(config, model, count_parameters(model_dir))
@@ -154,13 +154,21 @@ def fitted(config: RunConfig, model_dir: str, gpu_bytes: int | None) -> Fitted:
     return Fitted(config.model_copy(update={"resources": resources}), line)
 
 
+def gpus_of_nodes() -> list[int]:
+    """Return the number of GPUs of each live node of the Ray cluster that has any."""
+    return [int(node["Resources"]["GPU"]) for node in _gpu_nodes()]
+
+
+def _gpu_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+
+
 async def smallest_gpu_bytes(deadline_s: float) -> int | None:
     """Return the memory of the smallest GPU of the Ray cluster; None without GPUs.
 
     Raises: as `gather`, if a node does not answer.
     """
-    known = await asyncio.to_thread(ray.nodes)
-    nodes = [node for node in known if node["Alive"] and node["Resources"].get("GPU")]
+    nodes = await asyncio.to_thread(_gpu_nodes)
     if not nodes:
         return None
     # A task starts a process on its node, which takes seconds.

@@ -34,7 +34,8 @@ class HuggingFaceModel(Config):
     """Continue with the optimizer state of `megatron_checkpoint` and its position in the learning
     rate schedule, not only with its weights. It is converted once, into `{home}/models`. The format
     is torch_dist, of a model without experts or saved with `--dist-ckpt-optim-fully-reshardable`,
-    and model.dtype is that of its weights. Iterations count from 0 again. A critic starts fresh."""
+    and model.dtype is that of its weights. Iterations count from 0 again. A critic continues with
+    `critic.megatron_optimizer`."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the directory. Set true only for code that you trust."""
 
@@ -116,8 +117,8 @@ class ResourcesConfig(Config):
     critic, on separate GPUs. The critic then scores and trains while the policy does. 0: the
     policy's ranks hold the critic too."""
     rollout_num_gpus: int = Tuning(default=1, ge=1, le=MOST_GPUS)
-    """GPUs of all inference engines together. If the key is not set, `colocate` makes it the number
-    of trainer ranks."""
+    """GPUs of all inference engines together. If the key is not set, `colocate: true` makes it the
+    number of trainer ranks. So does `colocate: auto` on shared GPUs if the key is 1."""
     rollout_num_gpus_per_engine: int = Tuning(default=1, ge=1, le=MOST_GPUS)
     """GPUs of one engine (its tensor parallel size). An engine of more than num_gpus_per_node GPUs
     spans nodes: each node runs one server process, and the first process answers requests. If one
@@ -143,11 +144,15 @@ class ResourcesConfig(Config):
     other machines get weights with sync.transport distributed, or with disk or delta if they share
     a directory; not with tensor. An evaluation in a separate flow run starts its own engines
     instead."""
-    colocate: bool = Tuning(False)
-    """Trainer and engines alternate on the same GPUs. Engine j uses the GPUs of the ranks from
-    j × rollout_num_gpus_per_engine. GPUs beyond the trainer's belong to engines alone. Where
-    memory does not suffice for both, the idle side moves its memory off the GPU. Not with
-    async_buffer_size, nor with sync.in_flight: in_place. CUDA and NCCL keep some memory, so
+    colocate: bool | Literal["auto"] = Tuning("auto")
+    """Trainer and engines alternate on the same GPUs. `auto`: only if the Ray cluster has too few
+    GPUs for both, and nothing below forbids it; the start of a run says so. Without GPUs they are
+    separate processes.
+
+    Engine j uses the GPUs of the ranks from j × rollout_num_gpus_per_engine. GPUs beyond the
+    trainer's belong to engines alone. Where memory does not suffice for both, the idle side moves
+    its memory off the GPU. Not with async_buffer_size, nor with sync.in_flight: in_place, nor with
+    sync.transport: distributed. CUDA and NCCL keep some memory, so
     engine.sglang.mem_fraction_static is 0.8 unless given. If the trainer stays in memory, the
     engines' cache is limited (`max_total_tokens`) to what remains."""
     offload_train: bool | None = Tuning(None)
@@ -212,14 +217,22 @@ class ResourcesConfig(Config):
         return self.rollout_num_gpus_per_engine // self.engine_nodes
 
     @property
+    def shares_gpus(self) -> bool:
+        """True if trainer and engines use the same GPUs.
+
+        False for `auto`, which `rlpipe.actors.ray.layout.placed` decides when actors start.
+        """
+        return self.colocate is True
+
+    @property
     def trainer_sleeps(self) -> bool:
         """True if the trainer releases GPU memory while engines sample."""
-        return self.colocate and self.offload_train is not False
+        return self.shares_gpus and self.offload_train is not False
 
     @property
     def engines_sleep(self) -> bool:
         """True if engines release GPU memory while the trainer works."""
-        return self.colocate and self.offload_rollout is not False
+        return self.shares_gpus and self.offload_rollout is not False
 
     @model_validator(mode="before")
     @classmethod
@@ -247,7 +260,7 @@ class ResourcesConfig(Config):
 
     @model_validator(mode="after")
     def _engines_fit_gpus(self):
-        if self.external_engines and self.colocate:
+        if self.external_engines and self.shares_gpus:
             raise ValueError(
                 "colocate: external engines do not use GPUs of the run; remove one of the two"
             )
@@ -264,10 +277,10 @@ class ResourcesConfig(Config):
                 f"one node, so it must be a multiple of num_gpus_per_node "
                 f"({self.num_gpus_per_node}); set num_gpus_per_node to the GPUs of your nodes"
             )
-        if self.colocate:
+        if self.shares_gpus:
             self._check_colocated_engines()
         offloaded = [name for name in ("offload_train", "offload_rollout") if getattr(self, name)]
-        if offloaded and not self.colocate:
+        if offloaded and self.colocate is False:
             raise ValueError(
                 f"{' and '.join(offloaded)}: trainer and engines use separate GPUs; remove it, or "
                 "set colocate"

@@ -322,7 +322,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _colocated_processes_alternate(self):
-        if self.resources.colocate and self.async_buffer_size:
+        if self.resources.shares_gpus and self.async_buffer_size:
             raise ValueError(
                 "resources.colocate: engines sleep while the trainer works, so no rollout runs "
                 f"ahead of training; found async_buffer_size = {self.async_buffer_size}, expected "
@@ -333,7 +333,7 @@ class RunConfig(Config):
                 "resources.colocate: an engine that releases its cache cannot keep requests; "
                 "expected sync.in_flight: abort or drain, found in_place"
             )
-        if self.resources.colocate and self.sync.transport == "distributed":
+        if self.resources.shares_gpus and self.sync.transport == "distributed":
             raise ValueError(
                 "resources.colocate: NCCL cannot connect two processes on one GPU; expected "
                 "sync.transport: tensor, disk or delta, found distributed"

@@ -138,6 +138,7 @@ def _derived(config: RunConfig) -> dict[str, Any]:
         "seed": config.seed,
         "prompt_data": paths[0] if len(paths) == 1 else paths or None,
         "rollout_num_gpus": config.resources.rollout_num_gpus,
+        "colocate": config.resources.shares_gpus,
         "offload": config.resources.trainer_sleeps and config.resources.engines_sleep,
         "offload_train": config.resources.trainer_sleeps,
         "offload_rollout": config.resources.engines_sleep,

@@ -66,7 +66,7 @@ def test_colocated_trainer_and_engines_sleep_unless_offload_is_off():
     ("sections", "words"),
     [
         (
-            {"resources": {"offload_rollout": True}},
+            {"resources": {"colocate": False, "offload_rollout": True}},
             "offload_rollout: trainer and engines use separate GPUs",
         ),
         (

@@ -99,7 +99,6 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
 
     The heads of its model have 32 dimensions, which FlashAttention does not support.
     """
-    placed = ["resources.colocate=true"] if gpus == 1 else []
     plain = {
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
@@ -110,7 +109,6 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, gpus: int) -> None:
         "model.dtype=bfloat16",
         "resources.start_timeout_s=400",
         "resources.exclusive_gpus=false",
-        *placed,
         *(f"engine.sglang.{name}={value}" for name, value in plain.items()),
     ]
     there = environment(visible_gpus()[:gpus])

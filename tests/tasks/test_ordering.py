@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +38,10 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
         prompts = {"type": "file", "paths": [str(tmp_path / "b.jsonl")], "label_key": "answer"}
         held = {"eval_interval": 1, "datasets": [{"name": "held", "prompts": prompts}]}
         run = config(evaluation=held if measured else {}, **sections)
-        no_actors: Any = None
+        separate: Any = SimpleNamespace(shares_gpus=False)
         epoch = Epochs(files).acquire("run")
         ctx = RunContext(
-            run, tmp_path / "home", "/models/m", files, no_actors, Progress("run", 3), epoch
+            run, tmp_path / "home", "/models/m", files, separate, Progress("run", 3), epoch
         )
         ctx.branches.create("run", run.model_dump(mode="json"), "init")
         monkeypatch.setitem(contexts._OPEN, "run", ctx)

@@ -8,18 +8,103 @@ its GPUs for life.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from rlpipe.config.model import ResourcesConfig
+from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
 
 GroupShape = tuple[int, int]
 """Number of bundles of a placement group, and GPUs per bundle."""
 
 
+class Placed(NamedTuple):
+    """A run's configuration with separate or shared GPUs."""
+
+    config: RunConfig
+    line: str | None
+    """The decision, for people; None if there was none to take."""
+
+
+def placed(config: RunConfig, node_gpus: Sequence[int]) -> Placed:
+    """Decide `resources.colocate: auto`. `node_gpus`: GPUs of each node of the Ray cluster.
+
+    Trainer and engines get separate GPUs if the cluster has enough. Otherwise they share GPUs, if
+    the configuration allows that and those suffice. GPUs in use by others count, so that a run and
+    its resume decide the same.
+    """
+    resources = config.resources
+    if resources.colocate != "auto":
+        return Placed(config, None)
+    # Keys that only shared GPUs have.
+    alone = {"colocate": False, "offload_train": None, "offload_rollout": None}
+    separate = _with_resources(config, {**resources.model_dump(), **alone})
+    total = sum(node_gpus)
+    if not total or not config.needs_engines or resources.external_engines:
+        return Placed(separate, None)
+    needed = _num_gpus(separate.resources)
+    if _fits(separate.resources, node_gpus):
+        line = f"trainer and engines have separate GPUs, {needed} of {total}"
+        return Placed(separate, f"{line} (resources.colocate: auto)")
+    shared = _sharing(config)
+    if shared is None or not _fits(shared.resources, node_gpus):
+        return Placed(separate, None)  # the reservation of GPUs fails with both numbers
+    line = (
+        f"trainer and engines share GPUs, {_num_gpus(shared.resources)} of {total}, because "
+        f"separate ones would be {needed}"
+    )
+    return Placed(shared, f"{line} (resources.colocate: auto)")
+
+
+def _sharing(config: RunConfig) -> RunConfig | None:
+    """Return the configuration with shared GPUs; None if another key excludes that."""
+    resources = config.resources
+    values = {**resources.model_dump(), "colocate": True}
+    if resources.rollout_num_gpus == 1:
+        # The key's default, which with `colocate: true` is the number of ranks.
+        del values["rollout_num_gpus"]
+    try:
+        shared = _with_resources(config, values)
+        # Also the rules about other sections, such as asynchronous training.
+        RunConfig.model_validate(shared.model_dump(mode="json"))
+    except ValidationError:
+        return None
+    return shared
+
+
+def _with_resources(config: RunConfig, values: dict[str, object]) -> RunConfig:
+    resources = ResourcesConfig.model_validate(values)
+    return config.model_copy(update={"resources": resources})
+
+
+def _fits(resources: ResourcesConfig, node_gpus: Sequence[int]) -> bool:
+    """True if the nodes have room for all bundles; the widest ones are placed first."""
+    free = sorted(node_gpus, reverse=True)
+    shapes = group_shapes(resources)
+    if "shared" in shapes:
+        # The GPUs of one server are on one node (`server_devices`).
+        width = resources.engine_gpus_per_node
+        shapes["shared"] = (shapes["shared"][0] // width, width)
+    widest_first = sorted(shapes.values(), key=lambda shape: -shape[1])
+    for bundles, width in widest_first:
+        for _ in range(bundles):
+            node = next((node for node, gpus in enumerate(free) if gpus >= width), None)
+            if node is None:
+                return False
+            free[node] -= width
+    return True
+
+
+def _num_gpus(resources: ResourcesConfig) -> int:
+    return sum(bundles * width for bundles, width in group_shapes(resources).values())
+
+
 def group_shapes(resources: ResourcesConfig) -> dict[str, GroupShape]:
     """Return the placement groups of a layout, by the name of their use."""
     shapes: dict[str, GroupShape] = {}
-    if resources.colocate:
+    if resources.shares_gpus:
         shapes["shared"] = (_num_shared_gpus(resources), 1)
     else:
         shapes["trainer"] = (resources.trainer_ranks, 1)
@@ -90,7 +175,7 @@ def shared_trainer_ranks(engine: int, resources: ResourcesConfig) -> list[int] |
     """
     width = resources.rollout_num_gpus_per_engine
     ranks = range(engine * width, (engine + 1) * width)
-    if resources.colocate and ranks.stop <= resources.trainer_ranks:
+    if resources.shares_gpus and ranks.stop <= resources.trainer_ranks:
         return list(ranks)
     return None
 
@@ -100,4 +185,4 @@ def _num_shared_gpus(resources: ResourcesConfig) -> int:
 
 
 def _shared_suffix(resources: ResourcesConfig) -> str:
-    return f"@{_num_shared_gpus(resources)}" if resources.colocate else ""
+    return f"@{_num_shared_gpus(resources)}" if resources.shares_gpus else ""

@@ -237,7 +237,7 @@ async def claim_gpus(resources: ResourcesConfig, owner: str, *, engines: bool = 
             expected=" and ".join(
                 f"{count} for {GROUP_USERS.get(use, f'the {use}')}" for use, count in needed.items()
             ),
-            do=f"{'' if resources.colocate else HOW_TO_SHARE}ask for fewer "
+            do=f"{'' if resources.shares_gpus else HOW_TO_SHARE}ask for fewer "
             "(resources.actor_num_gpus_per_node, rollout_num_gpus), or join a cluster with more "
             "(resources.ray_address); an empty CUDA_VISIBLE_DEVICES samples and trains on CPUs",
         )

@@ -134,7 +134,7 @@ class Placement:
         if critic_rank >= 0:
             bundle = self._bundles("critic")[critic_rank]
             return self._options("critic", bundle.number, share=RANK_SHARE)
-        use = "shared" if self.resources.colocate else "trainer"
+        use = "shared" if self.resources.shares_gpus else "trainer"
         return self._options(use, self._bundles(use)[rank].number, share=RANK_SHARE)
 
     def engine(self, number: int, node: int = 0) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Placement:
         # the actor of an external server only sends HTTP requests
         if self.resources.external_engines:
             return {"num_cpus": 0}
-        if self.resources.colocate:
+        if self.resources.shares_gpus:
             bundle = self._bundles("shared")[server * width]
             return self._options("shared", bundle.number, share=ENGINE_SHARE)
         return self._options("engines", server, share=width)
@@ -159,7 +159,7 @@ class Placement:
         None: a server sees the GPUs of its actor. Raises: as `server_devices`.
         """
         # A colocated actor has a share of one GPU, but its server uses the GPUs of several bundles.
-        if not (self.on_gpus and self.resources.colocate):
+        if not (self.on_gpus and self.resources.shares_gpus):
             return None
         gpus = [(bundle.machine, bundle.device) for bundle in self._bundles("shared")]
         return server_devices(gpus, self.resources)

@@ -303,7 +303,7 @@ def _gpu_defaults(
     arguments = _decode_graphs(config)
     if _has_small_heads(model_path):
         arguments["attention_backend"] = "triton"
-    if resources.colocate:
+    if resources.shares_gpus:
         both_sleep = resources.engines_sleep and resources.trainer_sleeps
         arguments["mem_fraction_static"] = COLOCATED_MEMORY_FRACTION[both_sleep]
     if resources.engines_sleep:
