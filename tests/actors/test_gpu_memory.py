@@ -28,8 +28,9 @@ from rlpipe.actors.gpu_memory import (
     smallest_gpu_bytes,
     trainer_state_bytes,
 )
-from rlpipe.config.load import validate
+from rlpipe.config.load import PRESETS, presets, validate
 from rlpipe.config.run import RunConfig
+from rlpipe.config.text import parse
 from rlpipe.errors import DeadlineExceeded
 
 H100 = int(79.6 * GIB)
@@ -336,3 +337,33 @@ async def test_a_node_that_does_not_answer_about_its_gpus_is_named(monkeypatch: 
     monkeypatch.setattr(gpu_memory.ray, "remote", lambda _: probe)
     with pytest.raises(DeadlineExceeded, match="GPU memory of Ray's nodes"):
         await smallest_gpu_bytes(0.05)
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "expected"),
+    [
+        ("qwen3-0.6b", "0.6B", STAY),
+        ("qwen3-4b", "4B", STAY),
+        ("qwen3-8b", "8B", STAY),
+        ("qwen3-30b-a3b", "30B-A3B", STAY),
+    ],
+)
+def test_presets_leave_the_decision_to_the_sizes(preset: str, model: str, expected):
+    path = PRESETS / f"{preset}.yaml"
+    sections: Any = parse(path.read_text(), str(path))[0]
+    gpu_bytes = H200 if model == "30B-A3B" else H100
+    assert decision(model, gpu_bytes, configuration(**sections)) == expected
+
+
+def test_a_preset_limits_the_cache_only_where_sizes_do_not_decide():
+    """Models with layers of several kinds, and engines on GPUs of their own."""
+    limited = {
+        name
+        for name in presets()
+        if "mem_fraction_static" in (PRESETS / f"{name}.yaml").read_text()
+    }
+    assert {name for name in limited if not name.startswith(("qwen3.5", "qwen3-next"))} == {
+        "glm4-9b",
+        "gpt-oss-20b",
+        "kimi-k2",
+    }
