@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tools.slime_counts import start as starts
 from tools.slime_counts.launches import Launch
@@ -139,6 +140,18 @@ def test_a_model_with_own_code_is_trusted(runs: Runs, tmp_path: Path):
     words = LAUNCH.replace("Qwen3-4B", "MiMo-7B").split()
     assert starts.start(Launch("run.sh", tuple(words)), tmp_path, tmp_path / "a") == Start(STARTED)
     assert runs.words["output.txt"][-1] == "model.source.trust_remote_code=true"
+
+
+def test_a_launch_that_trains_prediction_layers_has_those_of_the_stand_in(
+    runs: Runs, tmp_path: Path
+):
+    words = [*LAUNCH.replace("Qwen3-4B", "MiMo-7B").split(), "--enable-mtp-training"]
+    (tmp_path / "a").mkdir()
+    small = starts.small_words((*words, "--mtp-num-layers", "3"), tmp_path / "a")
+    assert starts._flags(tuple(small))["mtp_num_layers"] == ["1"]
+    write_model("mimo", tmp_path / "mimo")
+    names = load_file(tmp_path / "mimo" / "model.safetensors")
+    assert names["model.mtp_layers.0.input_proj.weight"].shape == (64, 128)
 
 
 @pytest.mark.parametrize(

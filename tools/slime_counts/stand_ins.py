@@ -159,7 +159,13 @@ def write_model(kind: str, folder: Path) -> None:
 
 
 def _write_mimo(folder: Path) -> None:
-    """Write a model of MiMo, which is a Qwen2 that the directory's own code describes."""
+    """Write a model of MiMo, which is a Qwen2 with a layer for multi-token prediction.
+
+    The directory's own code describes the Qwen2.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
     write_model("qwen2", folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -168,9 +174,21 @@ def _write_mimo(folder: Path) -> None:
         "architectures": ["MiMoForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
         "attention_bias": True,
+        "num_nextn_predict_layers": 1,
     }
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     (folder / "configuration_mimo.py").write_text(MIMO, encoding="utf-8")
+    weights = load_file(folder / "model.safetensors")
+    size = config["hidden_size"]
+    layer = {
+        name.replace("model.layers.0.", "model.mtp_layers.0."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith("model.layers.0.")
+    }
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        layer[f"model.mtp_layers.0.{norm}.weight"] = torch.ones(size)
+    layer["model.mtp_layers.0.input_proj.weight"] = torch.eye(size).repeat(1, 2) / 2
+    save_file(weights | layer, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_rows(

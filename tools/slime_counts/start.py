@@ -290,6 +290,8 @@ def small_words(words: tuple[str, ...], folder: Path) -> list[str]:
             flags.get("n_samples_per_prompt", ["1"])[0]
         )
         flags["global_batch_size"] = [str(min(samples, int(flags["global_batch_size"][0])))]
+    if "enable_mtp_training" in flags:
+        flags["mtp_num_layers"] = ["1"]  # those of the stand-in
     if "rollout_stop_token_ids" in flags:
         flags["rollout_stop_token_ids"] = ["1"]
     _use_models(flags, folder)
