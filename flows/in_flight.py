@@ -20,10 +20,10 @@ from prefect import Flow
 from prefect.states import Cancelled
 
 from flows.iteration import iteration
-from flows.stopping import CANCELLED_MESSAGE, is_being_cancelled
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.types import NodeRef
+from tasks.cancellation import CANCELLED_MESSAGE, is_being_cancelled
 from tasks.context import context
 from tasks.ordering import abort_requests, is_committed
 

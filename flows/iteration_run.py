@@ -14,13 +14,12 @@ from prefect.states import Cancelled
 from flows.iteration import iteration
 from flows.output import outlive_the_worker
 from flows.stopping import (
-    CANCELLED_MESSAGE,
     Preempted,
     Stopping,
     handle_sigterm,
-    is_being_cancelled,
 )
 from rlpipe.actors.ray.local_ray import disconnect
+from tasks.cancellation import CANCELLED_MESSAGE, is_being_cancelled
 from tasks.context import close_context, context
 from tasks.ordering import abort_requests
 

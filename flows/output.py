@@ -18,7 +18,8 @@ import threading
 import time
 from typing import Any
 
-FLOW_RUN_ID_VARIABLE = "PREFECT__FLOW_RUN_ID"
+from tasks.cancellation import FLOW_RUN_ID_VARIABLE
+
 STDOUT = 1
 STDERR = 2
 CHUNK_BYTES = 65536

@@ -15,28 +15,20 @@ Cancelled itself. Ctrl-C abandons work at once. Finished nodes survive both.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 from collections.abc import Coroutine
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar, cast
-from uuid import UUID
 
-import httpx
-from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
-from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Cancelled
 
-from flows.output import FLOW_RUN_ID_VARIABLE
 from rlpipe.errors import RlpipeError
+from tasks.cancellation import is_being_cancelled
 
 Result = TypeVar("Result")
-QUERY_TIMEOUT_S = 5.0
-CANCELLED_MESSAGE = "cancelled; nodes of finished stages are in the store"
-"""Message of an iteration that a Cancel ended, in Prefect's pages."""
 RESUME_HINT = "the same command continues after the last commit"
 
 
@@ -125,24 +117,6 @@ async def result_or_cancelled(work: Coroutine[Any, Any, Result]) -> Result:
         if await is_being_cancelled():
             return cast("Result", Cancelled(message=str(error)))
         raise
-
-
-async def is_being_cancelled() -> bool:
-    """True if this flow run, or the one that the worker started this process for, is cancelled.
-
-    The second one matters for subflows, such as a fork's training or a warm start. A server that
-    does not answer within QUERY_TIMEOUT_S counts as no.
-    """
-    flow_runs = {this_flow_run.get_id(), os.environ.get(FLOW_RUN_ID_VARIABLE)} - {None}
-    try:
-        async with asyncio.timeout(QUERY_TIMEOUT_S), get_client() as client:
-            states = [(await client.read_flow_run(UUID(run))).state for run in flow_runs]
-    # Not cancelled, as far as is known: the grace period applies.
-    except (TimeoutError, httpx.HTTPError):
-        return False
-    return any(
-        state is not None and (state.is_cancelling() or state.is_cancelled()) for state in states
-    )
 
 
 def handle_sigterm(flow: Any, flow_run: Any, state: Any) -> None:

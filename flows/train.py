@@ -18,7 +18,6 @@ from flows.stopping import (
     Preempted,
     Stopping,
     handle_sigterm,
-    is_being_cancelled,
     result_or_cancelled,
 )
 from rlpipe.actors.ray.local_ray import connect
@@ -36,6 +35,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tasks.artifacts import configuration_artifact
 from tasks.begin import begin, start_run
+from tasks.cancellation import is_being_cancelled
 from tasks.checkpoint import keep_if_held, keep_last
 from tasks.context import close_context, context
 from tasks.debug import sample_only

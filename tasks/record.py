@@ -12,7 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import task_run
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from rlpipe.errors import (
     ActorLost,
@@ -29,6 +29,7 @@ from rlpipe.errors import (
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.observe.trace import traced
 from rlpipe.types import Node, NodeRef
+from tasks.cancellation import CANCELLED_MESSAGE, is_being_cancelled
 from tasks.context import RunContext, Stopwatch, context, recover
 
 HANDLE_OUTPUTS = ("seconds", "tokens", "version", "metrics", "accuracy")
@@ -72,11 +73,16 @@ def stage_task(
             run = str(arguments[0] if arguments else keywords["run"])
             # Opening the context is outside the deadline: it has deadlines of its own.
             timeout_s = (await context(run)).config.orchestration.timeout_s
-            async with stage_deadline(timeout_s, f"{run}: {task_run.name or name}"):
-                # A retry: the error may come from a dead actor or a dead Ray.
-                if (task_run.run_count or 1) > 1:
-                    await recover(run)
-                return await function(*arguments, **keywords)
+            try:
+                async with stage_deadline(timeout_s, f"{run}: {task_run.name or name}"):
+                    # A retry: the error may come from a dead actor or a dead Ray.
+                    if (task_run.run_count or 1) > 1:
+                        await recover(run)
+                    return await function(*arguments, **keywords)
+            except asyncio.CancelledError:
+                if await is_being_cancelled():
+                    return Cancelled(message=CANCELLED_MESSAGE)
+                raise
 
         wrapped: Any = task(
             name=name,
@@ -92,6 +98,9 @@ def stage_task(
         async def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Any:
             # As a state, so that Prefect shows `Reused` instead of `Completed`.
             state = await wrapped(*arguments, **keywords, return_state=True)
+            # The task caught the cancellation of this asyncio task to get its state.
+            if state.is_cancelled():
+                raise asyncio.CancelledError
             return await state.aresult()
 
         return call

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.output import FLOW_RUN_ID_VARIABLE
+from tasks.cancellation import FLOW_RUN_ID_VARIABLE
 
 SCRIPT = """
 import sys, time
