@@ -42,6 +42,7 @@ def score_batch(
     limit = spec.advantage.log_probs_max_tokens_per_gpu
     scores = None
     experts = None
+    reference = None
     if spec.train.use_rollout_routing_replay:
         experts = engine.routing_of_engines(columns)
         if proximal:
@@ -49,10 +50,11 @@ def score_batch(
             scores = engine.score(routed, max_tokens=limit, replay=True)
     elif spec.train.use_routing_replay:
         scores, experts = engine.score_and_route(columns, max_tokens=limit)
+    elif proximal and spec.advantage.reference:
+        scores, reference = engine.score_with_reference(columns, max_tokens=limit)
     elif proximal:
         scores = engine.score(columns, max_tokens=limit)
-    reference = None
-    if spec.advantage.reference:
+    if spec.advantage.reference and reference is None:
         reference = engine.score(columns, model="reference", max_tokens=limit)
     teacher = columns.teacher_log_probs
     if spec.teacher is not None and spec.teacher.opd_type == "megatron":

@@ -62,7 +62,7 @@ from rlpipe.engines.megatron.train.routing import (
     check_routing,
     layers_with_experts_only,
 )
-from rlpipe.engines.megatron.train.score import score
+from rlpipe.engines.megatron.train.score import packed_for, score, score_packed
 from rlpipe.engines.megatron.train.step import train_steps
 from rlpipe.errors import DataError, TrainerError
 
@@ -355,6 +355,25 @@ class MegatronEngine(MegatronRank):
         """
         assert batch.routed_experts is not None
         return layers_with_experts_only(self.trained.bridge.config, batch.routed_experts)
+    def score_with_reference(
+        self, batch: BatchColumns, *, max_tokens: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `score` of policy and reference, from one packing of the batch.
+
+        The numbers are those of two calls. Raises: as `score`.
+        """
+        packed = packed_for(self.trained, batch, max_tokens or self.max_tokens)
+
+        def scored(prefix: str) -> np.ndarray:
+            self._hooks.before_log_prob(self.trained.chunks, prefix)
+            return score_packed(
+                self.trained, packed, batch.num_response_tokens, temperature=self._temperature
+            )
+
+        policy = scored("")
+        with self._reference_weights():
+            return policy, scored("ref_")
+
 
     def score_and_route(
         self, batch: BatchColumns, *, max_tokens: int | None = None

@@ -15,6 +15,7 @@ from rlpipe.batch.packing import plan
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.megatron_hooks import PARAMETERS, MegatronHooks
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.train import score as scoring
 from rlpipe.engines.megatron.train.step import train_steps
 from rlpipe.errors import ConfigError, DataError, TrainerError
 from rlpipe.system.ports import free_port
@@ -188,6 +189,24 @@ def test_the_reference_policy_is_not_trained(start):
     assert np.abs(ours.score(batch) - before).max() > 1e-3
     assert np.array_equal(ours.score(batch, model="reference"), before)
     assert ours.state_digest() == digest
+
+
+def test_policy_and_reference_score_one_packing_with_the_numbers_of_two(start, monkeypatch):
+    ours = start()
+    batch = make_batch()
+    ours.keep_reference()
+    digest = ours.train(batch, one_plan(ours, batch)).state_digest
+    expected = [
+        ours.score(batch, max_tokens=60),
+        ours.score(batch, model="reference", max_tokens=60),
+    ]
+    packed = []
+    pack = scoring.pack
+    monkeypatch.setattr(scoring, "pack", lambda *a, **k: packed.append(a[1]) or pack(*a, **k))
+    both = ours.score_with_reference(batch, max_tokens=60)
+    assert [scores.tobytes() for scores in both] == [scores.tobytes() for scores in expected]
+    assert sorted(sample for samples in packed for sample in samples) == list(range(len(batch)))
+    assert ours.state_digest() == digest and not np.array_equal(*both)
 
 
 def test_scoring_without_a_reference_is_refused(start):

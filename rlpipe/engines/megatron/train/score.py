@@ -1,6 +1,7 @@
 """Log-probs of a batch's response tokens under the current weights, without gradients.
 
-`score` splits the samples over data parallel ranks and assembles the column on every rank.
+`score` splits the samples over data parallel ranks and assembles the column on every rank. Two
+models score one packing of a batch with `packed_for` and `score_packed`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.packing import plan
 from rlpipe.engines.megatron.model.build import ScoringModel
 from rlpipe.engines.megatron.process_groups import reports_token_results
-from rlpipe.engines.megatron.train.batch import pack
+from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.passes import (
     packing_slice,
     run_passes,
@@ -42,12 +43,40 @@ def score(
     The result is equal on every rank. `max_tokens`: packed tokens of a micro-batch, over all
     context parallel ranks. `forward_context`: see `run_passes`.
     """
-    micro_batches = local_micro_batches(scorer, batch, max_tokens)
+    return score_packed(
+        scorer,
+        packed_for(scorer, batch, max_tokens),
+        batch.num_response_tokens,
+        temperature=temperature,
+        forward_context=forward_context,
+    )
+
+
+def packed_for(scorer: ScoringModel, batch: BatchColumns, max_tokens: int) -> list[MicroBatch]:
+    """Return this data parallel rank's micro-batches, on its device.
+
+    `max_tokens`: as `score`. A token takes about 40 bytes.
+    """
     part = packing_slice(scorer)
+    return [
+        pack(batch, samples, part, only_masked_in=False)
+        for samples in local_micro_batches(scorer, batch, max_tokens)
+    ]
+
+
+def score_packed(
+    scorer: ScoringModel,
+    micro_batches: list[MicroBatch],
+    num_response_tokens: int,
+    *,
+    temperature: float,
+    forward_context: ForwardContext | None = None,
+) -> np.ndarray:
+    """Return the `score` of a packed batch with R = `num_response_tokens`. Collective."""
     set_training(scorer, False)
     outputs = run_passes(
         scorer,
-        (pack(batch, samples, part, only_masked_in=False) for samples in micro_batches),
+        micro_batches,
         # Megatron's schedule requires a scalar loss, also without gradients.
         lambda micro, log_probs, _entropy: (log_probs.sum(), (micro.response_index, log_probs)),
         num_micro_batches=len(micro_batches),
@@ -55,7 +84,7 @@ def score(
         forward_only=True,
         forward_context=forward_context,
     )
-    return assembled_column(outputs, batch.num_response_tokens)
+    return assembled_column(outputs, num_response_tokens)
 
 
 def local_micro_batches(
