@@ -80,12 +80,24 @@ else
     install=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet)
 fi
 
+# Run an installer, which prints nothing for minutes. A line every 30 s has the size of .venv.
+with_progress() {
+    while sleep 30 > /dev/null 2>&1 && kill -0 $$ 2> /dev/null; do
+        echo "setup: $SECONDS s, $(du -sh .venv 2> /dev/null | cut -f1) of $size in .venv"
+    done &
+    local shows=$!
+    trap 'kill "$shows" 2> /dev/null || true' EXIT
+    "$@"
+    trap - EXIT
+    kill "$shows" && wait "$shows" 2> /dev/null || true
+}
+
 [[ ,$extras, == *,gpu,* ]] && size="10 GB" || size="3.5 GB"
 echo "setup: 1/2 rlpipe with [$extras] at the versions of constraints.txt" \
     "($installer; $size on disk, some minutes)"
-"${install[@]}" --constraint constraints.txt --editable ".[$extras]"
+with_progress "${install[@]}" --constraint constraints.txt --editable ".[$extras]"
 echo "setup: 2/2 SGLang and mbridge without their declared requirements"
-"${install[@]}" --no-deps --constraint constraints.txt sglang mbridge
+with_progress "${install[@]}" --no-deps --constraint constraints.txt sglang mbridge
 
 echo "$extras $digest" > "$stamp"
 .venv/bin/python - << 'END'

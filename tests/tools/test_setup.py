@@ -6,6 +6,7 @@ A recording `uv` stands in for the real one, which downloads 3.5 GB. CI runs the
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,17 @@ def test_uv_installs_the_cpu_build_of_torch(checkout: Path, uv: Path):
     assert "--torch-backend cpu" in requirements
     assert requirements.endswith("--constraint constraints.txt --editable .[cpu,dev]")
     assert without_dependencies.endswith("--no-deps --constraint constraints.txt sglang mbridge")
+
+
+def test_a_long_installation_shows_its_time_and_the_size_of_the_environment(
+    checkout: Path, uv: Path
+):
+    executable(checkout / "bin" / "sleep", "#!/bin/sh\nexec /bin/sleep 0.2\n")
+    program = checkout / "bin" / "uv"
+    executable(program, program.read_text().replace("#!/bin/sh", "#!/bin/sh\n/bin/sleep 2", 1))
+    result = setup(checkout, PYTHON=sys.executable)
+    assert result.returncode == 0 and not result.stderr
+    assert re.search(r"^setup: \d+ s, \S+ of 3.5 GB in \.venv$", result.stdout, re.MULTILINE)
 
 
 def test_uv_on_a_gpu_machine_takes_torch_as_published(checkout: Path, uv: Path):
