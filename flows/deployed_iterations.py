@@ -179,9 +179,7 @@ class DeployedIterations(Iterations):
                     do="check that a worker runs, and read its logs; if the process of the "
                     "flow run is gone, set the state to Crashed and retry this run",
                 )
-            self._ctx.progress.stage(
-                f"iteration {k}", note=f"flow run {run.name}: {run.state_name}"
-            )
+            self._ctx.progress.stage("flow run", k, note=f"{run.name}: {run.state_name}")
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _reschedule(self, k: int, *, after_s: float) -> None:

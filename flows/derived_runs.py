@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from rlpipe.config.introduced import upgraded
-from rlpipe.config.load import load_run
+from rlpipe.config.load import default_name, load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
@@ -192,7 +192,7 @@ def evaluation_config(
         source = Path(recipe)
     else:
         source = write_recipe(home, str(run), upgraded(RunConfig, get_run(home, str(run)).config))
-    title = name or f"{source.stem}.eval"
+    title = name or f"{default_name(source)}.eval"
     fixed = [*overrides, *EVALUATION_SETTINGS]
     if run is not None:
         base = load_run(source, fixed, run)

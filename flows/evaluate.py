@@ -19,6 +19,7 @@ from flows.output import outlive_the_worker
 from flows.parameters import OptionalRecipe
 from flows.stopping import Stopping, handle_sigterm, result_or_cancelled
 from flows.train import drive
+from rlpipe.config.load import default_name
 from rlpipe.config.load import home as default_home
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.stage_inputs import eval_inputs
@@ -35,7 +36,7 @@ def run_name() -> str:
     parameters = flow_run.parameters
     return (
         parameters.get("name")
-        or f"evaluate-{parameters.get('run') or Path(parameters['recipe']).stem}"
+        or f"evaluate-{parameters.get('run') or default_name(parameters['recipe'])}"
     )
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from rlpipe.config.load import find_recipe, recipes
+from rlpipe.config.load import default_name, find_recipe, recipes
 
 
 def recipe_summary(recipe: str) -> str:
@@ -82,7 +81,7 @@ def apply_seed_and_fork(
     settled = list(overrides)
     if seed is not None:
         settled.insert(0, f"seed={seed}")
-        run = run or f"{Path(recipe).stem}-seed{seed}"
+        run = run or f"{default_name(recipe)}-seed{seed}"
     if fork:
         branch, _, iteration = fork.partition("@")
         run = run or f"{branch}-from-{iteration or 'newest'}"
@@ -111,4 +110,4 @@ def run_name_of(parameters: dict[str, Any], moment: datetime | None) -> str:
     _, run = apply_seed_and_fork(
         recipe, (), parameters.get("run"), seed=parameters.get("seed"), fork=parameters.get("fork")
     )
-    return format_run_name(run, moment) or Path(recipe).stem
+    return format_run_name(run, moment) or default_name(recipe)

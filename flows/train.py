@@ -41,7 +41,7 @@ from tasks.context import close_context, context
 from tasks.debug import sample_only
 from tasks.evaluate import evaluate
 from tasks.observe import Observer
-from tasks.ordering import evaluates_concurrently, evaluation_due, stop_condition_met
+from tasks.ordering import evaluates_concurrently, evaluation_due
 
 Result = TypeVar("Result")
 
@@ -229,10 +229,9 @@ async def evaluate_if_due(
     await observer.evaluation(
         version, nodes, metrics, seconds=time.perf_counter() - start, concurrent=concurrent
     )
-    if not stop_condition_met(config, metrics):
-        return False
     stop = config.stop_when
-    assert stop is not None
+    if stop is None or not stop.is_met(metrics):
+        return False
     (await context(config.run)).progress.say(
         f"{config.run}: ends after {version} iterations, because stop_when is met: "
         f"{stop.metric} is {metrics[stop.metric]:.3f}, at least {stop.at_least:g}"

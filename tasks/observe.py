@@ -47,6 +47,11 @@ from tasks.sync import logprob_bound
 
 HEAD = "commit_sha256"
 """Name of the newest commit's digest in TensorBoard and W&B (`tools.audit verify --head`)."""
+LOGPROB_DIFFERENCE = "Δlogp"
+LOGPROB_LEGEND = (
+    "Δlogp is how far the log-probs of engines and trainer differ, in nats: the mean that a push "
+    "measures, with its limit; max Δlogp is the largest of one token"
+)
 ROLLOUT_PREFIXES = ("rollout/", "perf/rollout")
 """Metrics that a user's log function may log instead of the sinks."""
 
@@ -59,6 +64,7 @@ class Observer:
         self._reader = HistoryReader(ctx.files, ctx.config, ctx.directory)
         self._accuracy: dict[str, float] = {}
         self._machines_shown = False
+        self._explained = False
         self._curve = UpdatedArtifact()
         self._overview = UpdatedArtifact()
         self._functions = LogFunctions(ctx.config.observe, slime_args(ctx.config))
@@ -83,7 +89,8 @@ class Observer:
         """Record a committed iteration. `nodes`: handle of each stage; `seconds`: wall time."""
         outputs = await asyncio.to_thread(self._outputs, nodes)
         metrics = iteration_metrics(outputs)
-        work_s = dict(self._ctx.stage_seconds)
+        elsewhere_s = _seconds_elsewhere(self._ctx, nodes)
+        work_s = elsewhere_s or dict(self._ctx.stage_seconds)
         # Seconds of stages that run ahead count for the iteration that finishes next.
         self._ctx.stage_seconds.clear()
         logged = {**metrics, **{f"perf/{stage}_time": spent for stage, spent in work_s.items()}}
@@ -103,11 +110,18 @@ class Observer:
             self._accuracy,
             rollout_s=self._ctx.progress.busy_seconds("rollout"),
         )
-        self._ctx.progress.iteration(values, k)
+        self._explain(values)
+        self._ctx.progress.iteration(values, k, elsewhere_s)
         await iteration_artifact(self._ctx.config.run, k, nodes, metrics, head)
         await self._show_machines(outputs)
         if (k + 1) % self._ctx.config.observe.report_interval == 0:
             await self.report()
+
+    def _explain(self, values: Mapping[str, Any]) -> None:
+        """Print once per process what the values of a line mean that have no plain name."""
+        if not self._explained and LOGPROB_DIFFERENCE in values:
+            self._ctx.progress.explain(f"{self._ctx.config.run}: {LOGPROB_LEGEND}")
+            self._explained = True
 
     async def _show_machines(self, outputs: dict[Stage, dict[str, Any]]) -> None:
         """Print devices and versions once per process. Nodes of older runs do not have them."""
@@ -273,10 +287,30 @@ def terminal_values(
         **accuracy,
         **_logprob_differences(config, metrics),
         "tok/s": None if speed is None else round(speed),
-        "loss": metrics.get("train/loss"),
+        **_loss(config, metrics),
         "grad": metrics.get("train/grad_norm"),
     }
     return {label: value for label, value in values.items() if value is not None}
+
+
+def _loss(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the loss, or the entropy where the loss says nothing.
+
+    Advantages that are relative to the group add up to 0. With the ratio near 1, so does the policy
+    loss, whatever the policy learns.
+    """
+    if config.train.loss.type == "policy" and config.advantage.compares_within_group:
+        return {"entropy": metrics.get("train/entropy")}
+    return {"loss": metrics.get("train/loss")}
+
+
+def _seconds_elsewhere(ctx: RunContext, nodes: Mapping[str, NodeRef]) -> dict[str, float] | None:
+    """Return the seconds by stage of an iteration that is a flow run of its own, else None."""
+    if ctx.config.orchestration.iterations != "deployment":
+        return None
+    return {
+        name: node.outputs["seconds"] for name, node in nodes.items() if "seconds" in node.outputs
+    }
 
 
 def _logprob_differences(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -288,12 +322,12 @@ def _logprob_differences(config: RunConfig, metrics: Mapping[str, float]) -> dic
     mean = metrics.get("sync/logprob_difference")
     if mean is not None:
         bound = max(logprob_bound(config), NOISE_FACTOR * metrics.get("sync/logprob_noise", 0.0))
-        values["Δlogp"] = f"{mean:.2g} of {bound:.2g}"
+        values[LOGPROB_DIFFERENCE] = f"{mean:.2g} (limit {bound:.2g})"
     largest = metrics.get(MAX_DIFFERENCE)
     if largest is not None:
         gates = [gate for gate in config.gates.bounds if gate.metric == MAX_DIFFERENCE]
-        bounds = [f" of {gate.at_most:.2g}" for gate in gates if gate.at_most is not None]
-        values["max Δlogp"] = f"{largest:.2g}{''.join(bounds[:1])}"
+        bounds = [f" (limit {gate.at_most:.2g})" for gate in gates if gate.at_most is not None]
+        values[f"max {LOGPROB_DIFFERENCE}"] = f"{largest:.2g}{''.join(bounds[:1])}"
     return values
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from rlpipe.config.data import EvalDataset
@@ -137,7 +137,8 @@ def is_evaluated(ctx: RunContext, version: int) -> bool:
     metrics = {
         name: value for node in nodes if node for name, value in node.outputs["metrics"].items()
     }
-    return all(nodes) and not stop_condition_met(ctx.config, metrics)
+    stop = ctx.config.stop_when
+    return all(nodes) and not (stop is not None and stop.is_met(metrics))
 
 
 def _evaluation_node(ctx: RunContext, dataset: EvalDataset, weights: Iterable[str]) -> Node | None:
@@ -146,12 +147,6 @@ def _evaluation_node(ctx: RunContext, dataset: EvalDataset, weights: Iterable[st
         if node := ctx.nodes.find(Stage.EVAL, inputs.digest):
             return node
     return None
-
-
-def stop_condition_met(config: RunConfig, metrics: Mapping[str, float]) -> bool:
-    """True if an evaluation has reached the bound of `stop_when`."""
-    stop = config.stop_when
-    return stop is not None and metrics.get(stop.metric, float("-inf")) >= stop.at_least
 
 
 def evaluation_due(config: RunConfig, version: int) -> bool:

@@ -8,9 +8,10 @@
     rlpipe audit sql     --run RUN "SELECT ..."         # see rlpipe/store/tables/query.py
     rlpipe audit view    --run RUN[@K] --out F.html       # samples, tokens coloured
 
-`verify` without `--run` checks every run of the store. With `--run` it reads files, rows and
-bookkeeping of that run. Objects that no run refers to are reported in both cases. They and damage
-are findings. Leftovers of killed attempts and removed runs are notes, not findings.
+`verify` without `--run` checks every run of each store in which this home has a run. With `--run`
+it reads files, rows and bookkeeping of that run. Objects that no run refers to are reported in both
+cases. They and damage are findings. Leftovers of killed attempts and removed runs are notes, not
+findings.
 
 `--head` takes a digest that `head` printed earlier and that was kept outside the store. It proves
 that nothing below that commit was changed, even if records, files and checksums were rewritten
@@ -45,7 +46,7 @@ from rlpipe.store.audit.anomalies import find_anomalies
 from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
-from rlpipe.store.run_file import store_of
+from rlpipe.store.run_file import store_of, stores_of
 from rlpipe.store.signatures import PublicKey
 from rlpipe.store.tables.query import run_query
 from tools.command import parsers
@@ -71,10 +72,11 @@ def main() -> int:
                 found=arguments.run,
                 expected="RUN or RUN@K",
             )
-        store = arguments.store or (store_of(home(), run) if run else home() / "store")
-        files = Files(store)
-        if arguments.run is not None:
-            check_run_exists(files, run)
+        if arguments.run is None:
+            stores = [arguments.store] if arguments.store else stores_of(home())
+            return max(verify(Files(store), "", None, arguments) for store in stores)
+        files = Files(arguments.store or store_of(home(), run))
+        check_run_exists(files, run)
         return COMMANDS[arguments.command](files, run, int(number) if number else None, arguments)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

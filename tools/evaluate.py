@@ -4,23 +4,26 @@
     rlpipe evaluate --of my_run --eval-prompt-data aime aime.jsonl
     rlpipe evaluate --recipe my_run.yaml [dotted.key=value ...]    # the recipe's model
 
-Prints every metric of every set. The run stays as it is. Flags are those of `rlpipe train`, such as
-`--n-samples-per-eval-prompt 16`.
+Prints every metric of every set, and how the set was sampled. The run stays as it is. Flags are
+those of `rlpipe train`, such as `--n-samples-per-eval-prompt 16`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, cast
 
 from flows.derived_runs import evaluation_config
-from rlpipe.config.load import home, use_home
+from rlpipe.config.data import EvalDataset
+from rlpipe.config.load import home, use_home, validate_stored
+from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
+from rlpipe.store.run_file import find_run
 from tools.command import parsers
 from tools.command.run_words import option_names, read_words
 from tools.train import finish
@@ -31,7 +34,7 @@ def main() -> int:
     arguments, rest = read_words(parsers.evaluate(), sys.argv[1:])
     try:
         use_home(arguments.home)
-        parameters = flow_parameters(arguments, rest)
+        parameters, config = flow_parameters(arguments, rest)
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -42,13 +45,60 @@ def main() -> int:
         return cast("Awaitable[dict[str, Any]]", evaluate(**parameters))
 
     code, summary = finish(start)
+    if summary is not None:
+        for line in sampling_notes(config, parameters["run"]):
+            print(line, file=sys.stderr)
     for name, value in sorted((summary or {}).get("evaluation", {}).items()):
         print(f"{name:48} {value:.4f}")
     return code
 
 
-def flow_parameters(arguments: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """Return the parameters of the flow, after checking their configuration.
+def sampling_notes(config: RunConfig, run: str | None) -> list[str]:
+    """Return a line for each held-out set: how it was sampled, and how `run` itself samples it."""
+    record = find_run(home(), run) if run else None
+    of_run = validate_stored(record.config) if record else None
+    lines = []
+    for dataset in config.evaluation.datasets:
+        used = sampling_of(config, dataset)
+        line = f"{dataset.name}: sampled with {_text(used)}"
+        for own in _own_sampling(of_run, dataset.name):
+            if changed := {label: value for label, value in own.items() if value != used[label]}:
+                line += f"; the evaluations of {run} itself have {_text(changed)}"
+            elif used["temperature"]:
+                line += f", as {run} itself; other draws, so figures differ by chance"
+        lines.append(line)
+    return lines
+
+
+def _own_sampling(of_run: RunConfig | None, name: str) -> list[dict[str, Any]]:
+    """Return the sampling of the run's held-out set of this name, if it has one."""
+    if of_run is None:
+        return []
+    own = of_run.evaluation.datasets
+    return [sampling_of(of_run, dataset) for dataset in own if dataset.name == name]
+
+
+def sampling_of(config: RunConfig, dataset: EvalDataset) -> dict[str, Any]:
+    """Return label → value of the sampling parameters of a held-out set."""
+    rollout = config.rollout.model_copy(update=dataset.sampling())
+    temperature = dataset.temperature
+    return {
+        "temperature": rollout.rollout_temperature if temperature is None else temperature,
+        "top_p": rollout.rollout_top_p,
+        "top_k": rollout.rollout_top_k,
+        "responses per prompt": rollout.n_samples_per_prompt,
+        "longest response": rollout.rollout_max_response_len,
+    }
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{label} {value}" for label, value in values.items())
+
+
+def flow_parameters(
+    arguments: argparse.Namespace, words: list[str]
+) -> tuple[dict[str, Any], RunConfig]:
+    """Return the parameters of the flow and the checked configuration of the evaluation.
 
     Wrong input is refused before a server starts. Raises: as `check`.
     """
@@ -68,8 +118,9 @@ def flow_parameters(arguments: argparse.Namespace, words: list[str]) -> dict[str
         "overrides": overrides_of(flags),
         "name": arguments.name,
     }
-    check(evaluation_config(home(), **parameters), home())
-    return {**parameters, "takeover": arguments.takeover}
+    config = evaluation_config(home(), **parameters)
+    check(config, home())
+    return {**parameters, "takeover": arguments.takeover}, config
 
 
 if __name__ == "__main__":

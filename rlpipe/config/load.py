@@ -99,7 +99,7 @@ def load_run(
     `recipe`: path of a YAML file, or name of a recipe under deployments/recipes.
     `overrides`: `dotted.key=value` with a YAML value. List items are numbered:
     `evaluation.datasets.0.temperature=0`.
-    `run`: name of the run; None: the recipe's `run`, else its file name.
+    `run`: name of the run; None: the recipe's `run`, else `default_name`.
     Paths of files are absolute in the result (`rlpipe.config.paths`).
 
     Raises: ConfigError.
@@ -145,7 +145,7 @@ def load_with_origin(
             do="write at least num_rollout, model, data, rollout and reward; "
             "deployments/recipes has examples",
         )
-    values.setdefault("run", path.stem)
+    values.setdefault("run", default_name(path))
     origin = Origin(str(path), lines)
     values, overrides = apply_smoke(values, overrides, origin)
     for override in overrides:
@@ -262,6 +262,17 @@ def recipes() -> list[str]:
 def presets() -> list[str]:
     """Return the names of the project's presets."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def default_name(recipe: str | Path) -> str:
+    """Return the name of a recipe's run: the file's name, or for `FOLDER/recipe.yaml` the folder's.
+
+    Recipes that are all called recipe.yaml would otherwise share the run `recipe`.
+    """
+    path = Path(recipe)
+    if path.name in ("recipe.yaml", "recipe.yml"):
+        return path.absolute().parent.name or path.stem
+    return path.stem
 
 
 def find_recipe(recipe: str | Path) -> Path:

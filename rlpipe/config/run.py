@@ -6,6 +6,7 @@ section's own model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -64,6 +65,10 @@ class StopCondition(Config):
     """Metric name, such as `eval/heldout/accuracy`."""
     at_least: float
     """End the run if the metric has at least this value."""
+
+    def is_met(self, metrics: Mapping[str, float]) -> bool:
+        """True if the metric has at least this value. A missing metric has not."""
+        return metrics.get(self.metric, float("-inf")) >= self.at_least
 
 
 class OrchestrationConfig(Config):
@@ -130,8 +135,8 @@ class RunConfig(Config):
 
     run: Name
     """Name of the run and of its branch. If a recipe does not set the key: the name of its file,
-    without `.yaml`. `store` and `models` are refused for new runs, because they are folders of the
-    home."""
+    without `.yaml`, or for a file `recipe.yaml` the name of its folder. `store` and `models` are
+    refused for new runs, because they are folders of the home."""
     num_rollout: int = Tuning(..., ge=0, le=99_999_999)
     """Number of iterations. Commits are numbered with eight digits."""
     stop_when: StopCondition | None = Tuning(None)

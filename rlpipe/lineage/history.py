@@ -77,10 +77,24 @@ class HistoryReader:
             packages=self._commits[-1].packages if self._commits else {},
             has_reference=config.advantage.reference,
             links=_links(self._directory, timing),
-            status="finished"
-            if done >= config.num_rollout
-            else f"{done} of {config.num_rollout} iterations",
+            status=self._status(done),
         )
+
+    def _status(self, done: int) -> str:
+        """Return the state of the run after `done` iterations, as text."""
+        total = self._config.num_rollout
+        if done >= total:
+            return "finished"
+        stop = self._config.stop_when
+        metrics = {
+            name: value
+            for (version, _), (_, node) in self._evaluations.items()
+            if version == done
+            for name, value in node.outputs.get("metrics", {}).items()
+        }
+        if stop is not None and stop.is_met(metrics):
+            return f"ended by stop_when after {done} of {total} iterations"
+        return f"{done} of {total} iterations"
 
     @property
     def evaluation_nodes(self) -> dict[tuple[int, str], Node]:

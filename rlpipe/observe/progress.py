@@ -203,11 +203,15 @@ class Progress:
         return busy.until(self._clock()) if busy else 0.0
 
     def iteration(
-        self, summary: Mapping[str, float | int | str], iteration: int | None = None
+        self,
+        summary: Mapping[str, float | int | str],
+        iteration: int | None = None,
+        work_s: Mapping[str, float] | None = None,
     ) -> None:
         """End an iteration with these values.
 
-        The plain line has also the seconds by stage and the time left.
+        The plain line has also the seconds by stage and the time left. `work_s`: seconds by stage
+        of an iteration that another process ran; None: those of this process.
         """
         seconds: dict[str, float] = {}
         for ended in dict.fromkeys((None, iteration)):
@@ -216,7 +220,7 @@ class Progress:
                 seconds[name] = seconds.get(name, 0.0) + spent
         self._finished += 1
         now = self._clock()
-        self._last_line = self._iteration_line(summary, seconds, now)
+        self._last_line = self._iteration_line(summary, work_s or seconds, now)
         self._last_end = now
         for busy in self._busy.values():
             busy.restart(now)
@@ -226,6 +230,11 @@ class Progress:
             self._curve.append(reward)
         if not self._drawn and not self._screen.quiet:
             self._screen.say(self._last_line)
+
+    def explain(self, text: str) -> None:
+        """Print a line of text that belongs to the values of the iterations: not if quiet."""
+        if not self._screen.quiet:
+            self._screen.say(text)
 
     def say(self, text: str) -> None:
         """Print a line of text."""

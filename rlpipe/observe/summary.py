@@ -66,9 +66,11 @@ def write_summary(history: RunHistory, path: str | Path) -> Path:
 
 def _accuracy(history: RunHistory, dataset: str) -> dict[str, Any]:
     curve = history.scores(dataset)
+    # A fork counts its iterations from iteration 0 of its parent.
+    first = history.iterations[0].iteration if history.iterations else 0
     return {
         "measure": history.measure(dataset),
-        "before": curve[0].value if curve[0].iteration == 0 else None,
+        "before": curve[0].value if curve[0].iteration == first else None,
         "after": curve[-1].value,
         "best": max(score.value for score in curve),
         "n": curve[-1].n,

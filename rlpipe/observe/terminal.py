@@ -195,7 +195,8 @@ def waiting_for(name: str) -> Iterator[None]:
     """Show that the process waits for `name`, since when, and how long it took the last time.
 
     Several waits may run at once, in any thread. A wait that ends without an error is the last one
-    of its name.
+    of its name. One below PLAIN_AFTER_S does not replace a longer one: it found processes of an
+    earlier run, and the next start may find none.
     """
     # rlpipe.config.load imports all settings, which a screen alone does not need.
     from rlpipe.config.load import home
@@ -266,7 +267,10 @@ def _keep_last_wait(path: Path, name: str, seconds: float) -> None:
     with _writing, suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        waits = _last_waits(path) | {name: round(seconds, 2)}
+        waits = _last_waits(path)
+        if seconds < PLAIN_AFTER_S <= waits.get(name, 0.0):
+            return
+        waits[name] = round(seconds, 2)
         temporary.write_text(json.dumps(waits, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         temporary.replace(path)
 

@@ -3,7 +3,7 @@
 Command lines, and processes that join a run, know only its name and read this file. The process
 that starts a run writes it. The run itself is a branch of the store (`branches`).
 
-Entry points: `get_run`, `find_run`, `store_of`, `write_run`.
+Entry points: `get_run`, `find_run`, `store_of`, `stores_of`, `write_run`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
+from rlpipe.config.store_root import canonical_root
 from rlpipe.errors import ConfigError, ObjectCorrupt
 
 
@@ -75,6 +76,19 @@ def store_of(home: Path, run: str) -> str | Path:
     """
     run_file = find_run(home, run)
     return run_file.store if run_file else home / "store"
+
+
+def stores_of(home: Path) -> list[str]:
+    """Return the home's own store, if it exists, and every other store of the runs of this home.
+
+    Raises: ObjectCorrupt.
+    """
+    own = home / "store"
+    runs = sorted(path.parent.name for path in home.glob("*/run.json"))
+    stores = [run_file.store for run in runs if (run_file := find_run(home, run)) is not None]
+    # The home's own store counts also where no run is left.
+    found = [str(own)] if own.exists() or not stores else []
+    return list({canonical_root(store): store for store in [*found, *stores]}.values())
 
 
 def write_run(home: Path, run: str, run_file: RunFile) -> None:

@@ -53,6 +53,19 @@ def test_a_recipe_becomes_a_run_config_named_after_its_file(recipe):
     assert config.evaluation.datasets[0].name == "held"
 
 
+def test_a_recipe_that_is_called_recipe_is_named_after_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "copier"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE)
+    assert load_run(folder / "recipe.yaml").run == "copier"
+    monkeypatch.chdir(folder)
+    assert load_run("recipe.yaml").run == "copier"
+    (folder / "recipe.yaml").write_text(f"run: mine\n{RECIPE}")
+    assert load_run("recipe.yaml").run == "mine"
+
+
 def test_the_run_argument_wins_over_the_recipe_and_its_overrides(recipe):
     assert load_run(recipe, ["run=a"], run="b").run == "b"
     assert load_run(recipe, ["run=a"]).run == "a"

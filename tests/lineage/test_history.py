@@ -85,6 +85,7 @@ class Written:
         answers: dict[str, str] | None = None,
         index: int = -1,
         right: float = 1.0,
+        metrics: dict[str, float] | None = None,
     ) -> None:
         """Record an evaluation of the newest weights (or those of `index`). `answers`: group id →
         response; the reward of "right" is `right`, of others 0."""
@@ -95,9 +96,8 @@ class Written:
             RewardRow(of.group_id, of.index, right * (of.response == "right")) for of in samples
         ]
         record = write_evaluation(self.files, inputs.digest, 0, samples, rows)
-        self.nodes.commit(
-            inputs.node(files=(record,), outputs={"accuracy": accuracy, "scored": len(samples)})
-        )
+        outputs = {"accuracy": accuracy, "scored": len(samples), "metrics": metrics or {}}
+        self.nodes.commit(inputs.node(files=(record,), outputs=outputs))
 
     def spent(self, seconds: float, other: dict[str, float], **entry: float) -> None:
         with (self.directory / "timing.jsonl").open("a") as log:
@@ -232,6 +232,18 @@ def test_a_fork_is_finished_after_the_last_iteration_in_its_parents_numbers(tmp_
     assert reader.read().status == "2 of 3 iterations"
     fork.iterate(2)
     assert reader.read().status == "finished"
+
+
+def test_a_run_that_stop_when_ended_says_so(tmp_path: Path):
+    stop = {"metric": "eval/held/accuracy", "at_least": 0.5}
+    run = Written(tmp_path, num_rollout=10, stop_when=stop)
+    run.iterate(0)
+    run.evaluate(0.5, metrics={"eval/held/accuracy": 0.5})
+    assert run.reader().read().status == "ended by stop_when after 1 of 10 iterations"
+    # Only the newest weights count: somebody continued the run with another condition.
+    run.iterate(1)
+    run.evaluate(0.25, metrics={"eval/held/accuracy": 0.25})
+    assert run.reader().read().status == "2 of 10 iterations"
 
 
 def test_the_first_evaluation_of_a_fork_is_of_its_first_weights(tmp_path: Path):

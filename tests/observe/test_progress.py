@@ -159,7 +159,7 @@ def block_of_a_run(width: int) -> list[str]:
         progress.stage("train")
         clock.tick(2)
         progress.iteration(
-            {"reward": reward, "Δlogp": "1.1e-06 of 0.0001", "tok/s": 1234, "loss": 9.31e-10}
+            {"reward": reward, "Δlogp": "1.1e-06 (limit 0.0001)", "tok/s": 1234, "loss": 9.31e-10}
         )
     progress.stage("train")
     return block(progress, width)
@@ -168,7 +168,7 @@ def block_of_a_run(width: int) -> list[str]:
 def test_the_block_shows_the_values_of_the_last_iteration_and_the_curve_of_the_reward():
     run, values, stage = block_of_a_run(160)
     assert run.endswith("4/150  8.0 s  4:52 left")
-    assert values == "  reward 0.400 ▁▃▆█  Δlogp 1.1e-06 of 0.0001  tok/s 1,234  loss 0.000"
+    assert values == "  reward 0.400 ▁▃▆█  Δlogp 1.1e-06 (limit 0.0001)  tok/s 1,234  loss 0.000"
     assert stage.strip().startswith("train")
 
 

@@ -45,6 +45,15 @@ def test_the_log_prob_difference_has_two_sources():
     assert RunHistory("r").logprob_difference() == []
 
 
+def test_before_of_a_fork_is_the_score_of_its_first_weights():
+    scores = [Evaluation(20, "a", 0.5, 10), Evaluation(25, "a", 0.4, 10)]
+    iterations = [IterationRecord(k, {}) for k in range(20, 25)]
+    history = RunHistory("fork", iterations, scores)
+    assert summarise(history)["accuracy"]["a"]["before"] == 0.5
+    later = RunHistory("fork", iterations, scores[1:])
+    assert summarise(later)["accuracy"]["a"]["before"] is None
+
+
 def test_without_an_evaluation_before_training_before_is_null():
     history = RunHistory(
         "r", evaluations=[Evaluation(5, "a", 0.5, 10), Evaluation(9, "a", 0.4, 10)]

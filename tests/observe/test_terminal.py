@@ -210,6 +210,16 @@ def test_without_a_terminal_a_long_wait_is_a_line_with_its_end(plain, tmp_path):
     assert plain.text.splitlines()[-1].startswith("SGLang engine: ")
 
 
+def test_a_wait_that_found_a_running_server_does_not_replace_the_time_of_a_start(plain, tmp_path):
+    (tmp_path / LAST_WAITS_FILE).write_text('{"Prefect server": 14}')
+    with waiting_for("Prefect server"):
+        pass
+    assert json.loads((tmp_path / LAST_WAITS_FILE).read_text()) == {"Prefect server": 14}
+    with waiting_for("Prefect server"):
+        time.sleep(0.06)
+    assert json.loads((tmp_path / LAST_WAITS_FILE).read_text())["Prefect server"] < 14
+
+
 def test_without_a_terminal_a_short_wait_is_silent(plain):
     with waiting_for("trainer"):
         pass

@@ -59,7 +59,7 @@ def fails(*arguments):
     raise SystemExit("no server")
 """
 ITERATION_ARTIFACT = observe.iteration_artifact
-METRICS = {"rollout/raw_reward": 0.5, "train/loss": 0.25}
+METRICS = {"rollout/raw_reward": 0.5, "train/loss": 0.25, "train/grad_norm": 0.5}
 Watching = Callable[..., tuple[RunContext, io.StringIO]]
 
 
@@ -168,8 +168,9 @@ async def test_user_log_functions_get_slime_arguments_and_replace_the_sinks(
         "perf/rollout_tokens_per_s": 3.0,
     }
     assert seen[2] == (2, {"held": ([1.0, 1.0], [False, False], 2)})
-    assert logged_steps(ctx) == {"train/loss": [0, 1], **{name: [0] for name in seen[0][3]}}
-    assert [("reward" in line, "loss" in line) for line in stream.getvalue().splitlines()[:2]] == [
+    trained = {name: [0, 1] for name in ("train/loss", "train/grad_norm")}
+    assert logged_steps(ctx) == {**trained, **{name: [0] for name in seen[0][3]}}
+    assert [("reward" in line, "grad" in line) for line in stream.getvalue().splitlines()[:2]] == [
         (True, True),
         (False, True),
     ]
@@ -289,15 +290,16 @@ def test_the_terminal_shows_each_logprob_difference_with_its_own_bound():
         "sync/logprob_noise": 1e-7,
         "max_logprob_difference": 0.0034,
         "train/loss": 9.31e-10,
+        "train/entropy": 1.25,
     }
     plain = observe.terminal_values(config(), metrics, {"heldout": 0.25})
     assert plain == {
         "reward": 0.5,
         "heldout": 0.25,
-        "Δlogp": "1.1e-06 of 0.1",
+        "Δlogp": "1.1e-06 (limit 0.1)",
         "max Δlogp": "0.0034",
         "tok/s": 1235,
-        "loss": 9.31e-10,
+        "entropy": 1.25,
     }
     # The check after a push accepts five times the trainer's own noise.
     bounds = config(
@@ -305,9 +307,34 @@ def test_the_terminal_shows_each_logprob_difference_with_its_own_bound():
         sync={"max_logprob_difference": 1e-4},
     )
     noisy = observe.terminal_values(bounds, metrics | {"sync/logprob_noise": 1e-4}, {})
-    assert noisy["Δlogp"] == "1.1e-06 of 0.0005"
-    assert noisy["max Δlogp"] == "0.0034 of 0.02"
+    assert noisy["Δlogp"] == "1.1e-06 (limit 0.0005)"
+    assert noisy["max Δlogp"] == "0.0034 (limit 0.02)"
     assert observe.terminal_values(bounds, {}, {}) == {}
+
+
+def test_the_terminal_shows_the_loss_only_where_it_is_not_0_by_construction():
+    metrics = {"train/loss": 0.25, "train/entropy": 1.5}
+    relative = ("grpo", "gspo", "cispo", "rloo")
+    for estimator in (*relative, "reinforce_plus_plus"):
+        run = config(advantage={"advantage_estimator": estimator})
+        shown = observe.terminal_values(run, metrics, {})
+        assert shown == ({"entropy": 1.5} if estimator in relative else {"loss": 0.25})
+    absolute = config(advantage={"rewards_normalization": False})
+    assert observe.terminal_values(absolute, metrics, {}) == {"loss": 0.25}
+
+
+async def test_an_iteration_in_another_process_has_the_seconds_of_its_stages(watching: Watching):
+    ctx, stream = watching("rollout", "evaluation")
+    ctx.config = config(orchestration={"iterations": "deployment"})
+    ctx.progress.stage("flow run", 0, note="run-0: Running")
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
+        nodes = iteration(ctx)
+        nodes["train"].outputs["metrics"] = {"sync/logprob_difference": 1e-6}
+        for k in range(2):
+            await observer.iteration(k, nodes, seconds=4.0)
+    lines = stream.getvalue().splitlines()
+    assert sum("(rollout 2.0 reward 1.0 train 1.0)" in line for line in lines) == 2
+    assert "flow run" not in stream.getvalue()
 
 
 def test_the_terminal_shows_the_speed_of_all_rollouts_in_flight():

@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpipe.errors import StoreError
-from rlpipe.store.branches import Branches
+from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.objects.local import LocalBackend
+from rlpipe.store.run_file import RunFile, write_run
 from rlpipe.types import Stage
 from tests.lineage.test_provenance import SteppingRun
 from tools import audit
@@ -72,6 +73,22 @@ def test_lineage_forward_and_queries_are_printed(
     assert capsys.readouterr().out == '{"n": 8}\n'
     assert tool("unusual") == 0
     assert "no_signal" in capsys.readouterr().out
+
+
+def test_without_a_run_every_store_of_the_home_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    home = tmp_path / "home"
+    stores = [home / "store", tmp_path / "shared"]
+    for number, store in enumerate(stores):
+        SteppingRun(Files(store), f"run{number}").start().iterate()
+        write_run(home, f"run{number}", RunFile(store=str(store), config={}))
+    monkeypatch.setattr(sys, "argv", ["tools.audit", "verify", "--home", str(home)])
+    assert audit.main() == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert printed == [f"{Files(store).root}: nothing is wrong" for store in stores]
+    (stores[1] / f"branches/{commit_name('run1', 0)}.json").write_text("{}")
+    assert audit.main() == 1
 
 
 @pytest.mark.parametrize(
