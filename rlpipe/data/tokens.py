@@ -9,9 +9,12 @@ Entry points: `load_tokenizer`, `encode_prompt`, `encode_supervised`, `render`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -29,6 +32,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+PLAIN = ("transformers.tokenization_utils_tokenizers", "TokenizersBackend")
+QWEN = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")
+CLASSES = {
+    "PreTrainedTokenizerFast": PLAIN,
+    "TokenizersBackend": PLAIN,
+    "Qwen2Tokenizer": QWEN,
+    "Qwen2TokenizerFast": QWEN,
+}
+"""Module and name of the class that `AutoTokenizer` takes for a `tokenizer_class`, for the model
+types below."""
+MODEL_TYPES = ("qwen3", "qwen3_moe")
+GGUF = "transformers.modeling_gguf_pytorch_utils"
+"""Module with the reader of GGUF files, which the tokenizers import. The module imports torch."""
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 """Files and a folder, each of which can have the chat template."""
 
@@ -86,12 +102,14 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
         )
     try:
         with quick_imports():
-            from transformers import AutoTokenizer  # takes seconds to import
+            # local_files_only: a missing file must not become a request to the Hugging Face hub.
+            if known := _known_class(Path(directory)):
+                return known.from_pretrained(directory, local_files_only=True)
+            from transformers import AutoTokenizer
 
-        # local_files_only: a missing file must not become a request to the Hugging Face hub.
-        return AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+            return AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             "the model directory has no tokenizer that can be loaded",
@@ -99,6 +117,43 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTra
             found=f"{directory}: {error}",
             expected="tokenizer.json and tokenizer_config.json",
         ) from error
+
+
+def _known_class(directory: Path) -> Any:
+    """Return the class that `AutoTokenizer` would choose for a directory; None if not known here.
+
+    `AutoTokenizer` imports torch, torch._dynamo, sympy and accelerate, which no tokenizer uses: 8
+    CPU seconds on a busy machine, and 1.5 for a class alone.
+    """
+    files = [directory / "config.json", directory / "tokenizer_config.json"]
+    if not all(path.is_file() for path in (*files, directory / "tokenizer.json")):
+        return None
+    model, settings = (read_object(path, "model.source") for path in files)
+    found = CLASSES.get(str(settings.get("tokenizer_class")))
+    if model.get("model_type") not in MODEL_TYPES or "auto_map" in settings or found is None:
+        return None
+    import transformers  # noqa: F401 - the parent of the replaced module
+
+    replaces = GGUF not in sys.modules
+    if replaces:
+        sys.modules[GGUF] = _gguf_without_torch()
+    try:
+        module = import_module(found[0])
+    finally:
+        if replaces:
+            del sys.modules[GGUF]
+    return getattr(module, found[1])
+
+
+def _gguf_without_torch() -> ModuleType:
+    """Return a module with the one function that tokenizers import from `GGUF`."""
+
+    def load_gguf_checkpoint(*arguments: Any, **keywords: Any) -> Any:
+        return import_module(GGUF).load_gguf_checkpoint(*arguments, **keywords)
+
+    module = ModuleType(GGUF)
+    vars(module)["load_gguf_checkpoint"] = load_gguf_checkpoint
+    return module
 
 
 def encode_prompt(

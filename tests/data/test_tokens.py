@@ -1,11 +1,24 @@
 """Encoding of prompts and supervised rows."""
 
+import json
+import subprocess
+import sys
+from typing import Any
+
 import pytest
+from transformers import AutoTokenizer
 
 from rlpipe.config.data import DataConfig, FilePrompts
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
-from rlpipe.data.tokens import encode_prompt, encode_supervised, load_tokenizer, render
+from rlpipe.data.tokens import (
+    CLASSES,
+    MODEL_TYPES,
+    encode_prompt,
+    encode_supervised,
+    load_tokenizer,
+    render,
+)
 from rlpipe.errors import ConfigError, DataError
 
 FILE = FilePrompts(type="file", paths=("x.jsonl",))
@@ -302,3 +315,46 @@ def test_a_supervised_prompt_is_cut_to_fit_its_answer(characters):
             encode_supervised(
                 characters, row("Spell: word", "drow"), data(overlong_prompts=policy), long_answer
             )
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("tokenizer_class", CLASSES)
+def test_a_known_class_is_the_one_that_transformers_chooses(
+    tmp_path, chat, tokenizer_class, model_type
+):
+    directory = of_class(tmp_path, chat, tokenizer_class, model_type)
+    chosen: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    loaded: Any = load_tokenizer(directory)
+    assert type(loaded) is type(chosen)
+    assert loaded.init_kwargs == chosen.init_kwargs
+    assert loaded.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+    assert loaded.chat_template == chosen.chat_template
+
+
+def test_a_known_class_is_loaded_and_used_without_torch(tmp_path, chat):
+    directory = of_class(tmp_path, chat, "PreTrainedTokenizerFast", "qwen3")
+    program = """
+import sys
+from rlpipe.data.tokens import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
+ids = tokenizer.encode("what is", add_special_tokens=False)
+assert tokenizer.decode(ids, skip_special_tokens=False) == "what is"
+tokenizer.apply_chat_template([{"role": "user", "content": "what is"}], tokenize=False)
+assert "torch" not in sys.modules
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint, GGUFTensor
+"""
+    subprocess.run([sys.executable, "-c", program, directory], check=True)
+
+
+def of_class(tmp_path, tokenizer, tokenizer_class, model_type):
+    """Return a model directory with the files of a tokenizer, and these names."""
+    directory = tmp_path / "model"
+    tokenizer.save_pretrained(directory)
+    for name, key, value in (
+        ("config.json", "model_type", model_type),
+        ("tokenizer_config.json", "tokenizer_class", tokenizer_class),
+    ):
+        path = directory / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**content, key: value}))
+    return str(directory)
