@@ -55,6 +55,10 @@ CHOOSE_A_MODEL = ("json_model_override_args", "model_impl", "speculative_algorit
 NO_BLAS_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy starts BLAS threads when it is imported. torch has its own threads, and a server with
 threads cannot fork (`cpu_launch`)."""
+COMPILE = "TORCHDYNAMO_DISABLE"
+"""Turns torch.compile off, also in functions that SGLang always compiles, such as the routing of
+GLM-4.5. On CPUs the first request waited for the C++ compiler (over 60 s on a busy machine, where
+health checks ended the engine; without it 0.8 s)."""
 SLEEP_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -192,6 +196,8 @@ class Server(ServerProcess):
         if self.device == "cpu":
             threads = self._resources.threads_per_process
             variables |= {"OMP_NUM_THREADS": str(threads), **NO_BLAS_THREADS}
+            if COMPILE not in os.environ and not self._arguments.get("enable_torch_compile"):
+                variables[COMPILE] = "1"
             if UNUSED_MODELS not in os.environ and not self._arguments.keys() & {*CHOOSE_A_MODEL}:
                 variables[UNUSED_MODELS] = ",".join(unused_models(self._arguments["model_path"]))
             num_ranks = self._resources.rollout_num_gpus_per_engine

@@ -19,6 +19,7 @@ from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import flags
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import (
+    COMPILE,
     CPU_BINDING,
     UNUSED_MODELS,
     Device,
@@ -443,6 +444,18 @@ def test_a_server_on_cpus_imports_the_modules_of_its_model_only(
     assert UNUSED_MODELS not in variables(model_impl="transformers")
     monkeypatch.setenv(UNUSED_MODELS, "llama")
     assert UNUSED_MODELS not in variables(), "the user's setting stays"
+
+
+def test_a_server_on_cpus_compiles_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_model(tmp_path / "model", seed=0)
+
+    def variables(**sglang: object) -> dict[str, str]:
+        return _server(tmp_path / "model", tmp_path / "log", **sglang).environment()
+
+    assert variables()[COMPILE] == "1"
+    assert COMPILE not in variables(enable_torch_compile=True)
+    monkeypatch.setenv(COMPILE, "0")
+    assert COMPILE not in variables(), "the user's setting stays"
 
 
 @pytest.mark.parametrize("architectures", [[], None, ["OfNoModule"]])
