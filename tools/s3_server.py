@@ -172,7 +172,10 @@ def s3_environment(url: str, secret: str = SECRET_KEY) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free, and that have a free gRPC port 10000 above."""
+    """Return ports that are free, and that have a free gRPC port 10000 above.
+
+    SeaweedFS refuses a port that is the gRPC port of another one.
+    """
     ports: list[int] = []
     while len(ports) < count:
         with socket.socket() as first, socket.socket() as second:
@@ -180,7 +183,8 @@ def free_ports(count: int) -> list[int]:
             port = first.getsockname()[1]
             with suppress(OSError, OverflowError):
                 second.bind(("127.0.0.1", port + GRPC_OFFSET))
-                ports += [port] if port not in ports else []
+                if not {port - GRPC_OFFSET, port, port + GRPC_OFFSET} & set(ports):
+                    ports.append(port)
     return ports
 
 

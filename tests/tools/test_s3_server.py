@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,23 @@ from tools.s3_server import GRPC_OFFSET, S3Server, free_ports
 
 def test_free_ports_are_distinct():
     assert len(set(free_ports(4))) == 4
+
+
+def test_no_free_port_is_the_grpc_port_of_another_one(monkeypatch: pytest.MonkeyPatch):
+    offered = iter([38813, 48813, 28813, 31000])
+
+    class Socket(nullcontext):
+        def __enter__(self) -> Socket:
+            return self
+
+        def bind(self, address: tuple[str, int]) -> None:
+            pass
+
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", next(offered)
+
+    monkeypatch.setattr("tools.s3_server.socket.socket", Socket)
+    assert free_ports(2) == [38813, 31000]
 
 
 @pytest.mark.integration
