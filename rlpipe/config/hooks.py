@@ -290,34 +290,41 @@ def _source_of(module: str, path: str) -> Path:
     return Path(spec.origin)
 
 
-def _only_function(module: ModuleType, path: str) -> str:
-    names = [
+def _public_functions(module: ModuleType) -> list[str]:
+    return sorted(
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value)
         and value.__module__ == module.__name__
         and not name.startswith("_")
-    ]
+    )
+
+
+def _only_function(module: ModuleType, path: str) -> str:
+    names = _public_functions(module)
     if len(names) != 1:
         raise ConfigError(
             "the path names no function of this file",
             where=path,
-            found=f"{len(names)} public functions: {', '.join(sorted(names)) or 'none'}",
+            found=f"{len(names)} public functions: {', '.join(names) or 'none'}",
             expected="exactly one public function, or its name in the path",
-            do=f"write {path}:{sorted(names)[0] if names else 'name'}",
+            do=f"write {path}:NAME with one of these names" if names else "write a function",
         )
     return names[0]
 
 
 def _callable_in(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     if not hasattr(module, name):
-        near = get_close_matches(name, dir(module), n=3)
+        functions = _public_functions(module)
+        near = get_close_matches(name, dir(module), n=3, cutoff=0.7)
+        names = near or functions[:10]
         raise ConfigError(
             f"the module has no {name!r}",
             where=path,
             found=f"no function of this name in {getattr(module, '__file__', module.__name__)}",
-            expected="one of its names" + (f"; nearest: {', '.join(near)}" if near else ""),
-            do=f"write {path.removesuffix(name)}{near[0] if near else 'NAME'}",
+            expected="one of its names"
+            + (f"; {'nearest: ' if near else ''}{', '.join(names)}" if names else ""),
+            do=f"write {path.removesuffix(name)}{names[0] if near or len(names) == 1 else 'NAME'}",
         )
     value = getattr(module, name)
     if not callable(value):

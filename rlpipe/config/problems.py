@@ -40,6 +40,13 @@ _EXPECTED = {
 }
 """Type of a pydantic error → expected value, where pydantic's text does not say it for YAML."""
 
+_OF_PATH = {
+    "function": "{type: python, path: %s}",
+    "prompts": "{type: file, paths: [%s]}",
+    "source": "{type: huggingface, hf_checkpoint: %s}",
+}
+"""Last part of a key → its section, for a path that was given in place of the section."""
+
 
 @dataclass(slots=True)
 class Origin:
@@ -155,15 +162,19 @@ def _problem(entry: Any) -> _Problem:
         expected = text[:1].lower() + text[1:]
         for limit, plain in _LIMITS.items():
             expected = expected.replace(limit, plain)
-    return _Problem(key, "not a valid value", found, [expected], _correction(kind, entry["input"]))
+    return _Problem(
+        key, "not a valid value", found, [expected], _correction(kind, key, entry["input"])
+    )
 
 
-def _correction(kind: str, value: Any) -> str | None:
+def _correction(kind: str, key: str, value: Any) -> str | None:
     """Return what to write for a text in the place of a list or of a section with a type."""
     if not isinstance(value, str):
         return None
     if kind == "model_attributes_type":
-        return f"write {{type: {value}}}"
+        of_path = _OF_PATH.get(key.rpartition(".")[2])
+        is_path = any(sign in value for sign in "/.:")
+        return f"write {of_path % value if of_path and is_path else f'{{type: {value}}}'}"
     return f"write [{value}]" if kind == "tuple_type" else None
 
 

@@ -143,6 +143,8 @@ def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):
     ("override", "found", "do"),
     [
         ("reward.function=math", "'math'", "write {type: math}"),
+        ("reward.function=my.py:score", "'my.py:score'", "write {type: python, path: my.py:score}"),
+        ("data.prompts=a.jsonl", "'a.jsonl'", "write {type: file, paths: [a.jsonl]}"),
         ("rollout.rollout_stop=STOP", "'STOP'", "write [STOP]"),
         ("num_rollout=", "null (no value)", None),
         ("num_rollout=true", "true", None),
