@@ -17,6 +17,7 @@ from rlpipe.lineage.stage_inputs import sync_inputs
 from rlpipe.lineage.states import state_node
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.sync.probe import BOUNDS, Agreement, probe_metrics
+from rlpipe.system.parts import Parts
 from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
 from tasks.ordering import commit_before_sampling, is_committed
@@ -33,14 +34,23 @@ async def sync(run: str, k: int, train: NodeRef, advantage: NodeRef) -> State:
     due = push_due(ctx, k + 1)
 
     async def push() -> dict[str, Any]:
-        result = await publish(ctx, train.digest, version=k + 1, everyone=due)
+        parts = Parts()
+        with parts.part("publish"):
+            result = await publish(ctx, train.digest, version=k + 1, everyone=due)
+        parts.inside("publish", result.pop("parts", {}))
         metrics = {"sync/seconds": result["seconds"], "sync/bytes": float(result["bytes"])}
         if due:
-            metrics |= await probe(ctx, train.digest, advantage.digest, k + 1)
+            metrics |= await probe(ctx, train.digest, advantage.digest, k + 1, parts)
         if "share" in result:
             metrics["sync/share_of_weights"] = result["share"]
         machines = distinct_machines([engine["facts"] for engine in await ctx.cluster.engines()])
-        outputs = {**result, "version": k + 1, "machines": machines, "metrics": metrics}
+        outputs = {
+            **result,
+            "version": k + 1,
+            "machines": machines,
+            "metrics": metrics,
+            "parts": parts.seconds,
+        }
         if ctx.cluster.memory is not None:
             outputs["gpu_memory"] = ctx.cluster.memory
         return {"outputs": outputs}
@@ -159,9 +169,12 @@ def logprob_bound(config: RunConfig) -> float:
     return config.sync.max_logprob_difference or BOUNDS[kind]
 
 
-async def probe(ctx: RunContext, weights: str, batch: str, version: int) -> dict[str, float]:
+async def probe(
+    ctx: RunContext, weights: str, batch: str, version: int, parts: Parts
+) -> dict[str, float]:
     """Compare log-probs of engines and trainer for a few samples of a batch; return metrics.
 
+    `parts` get the seconds of both sides.
     `rlpipe.sync.probe` defines the statistics and the faults that they detect. The result is empty
     without engines or with `sync.probe_samples: 0`.
     Raises: Mismatch if an engine has wrong weights; all engines are stopped before that.
@@ -174,12 +187,15 @@ async def probe(ctx: RunContext, weights: str, batch: str, version: int) -> dict
     held = await hold(ctx, weights, version)
     trainer = ctx.cluster.trainer
     deadline_s = config.timeout_s + CALL_TIMEOUT_S
-    await trainer.call(
-        "probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s
-    )
-    answers = await trainer.call(
-        "compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s
-    )
+    with parts.part("probe of the trainer"):
+        scored = await trainer.call(
+            "probe", held=held, batch=batch, samples=config.probe_samples, deadline_s=deadline_s
+        )
+    parts.inside("probe of the trainer", scored[0])
+    with parts.part("probe of the engines"):
+        answers = await trainer.call(
+            "compare", engines=urls, timeout_s=config.timeout_s, deadline_s=deadline_s
+        )
     agreements = [Agreement(**answer) for answer in answers[0]]
     bound = logprob_bound(ctx.config)
     faults = [fault for agreement in agreements if (fault := agreement.fault(bound))]

@@ -24,6 +24,7 @@ from rlpipe.actors.specs import ClusterSpec
 from rlpipe.actors.trainer.group import TrainerGroup, TrainerLock
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ActorLost, Mismatch, RlpipeError
+from rlpipe.system.parts import Parts
 
 CALL_TIMEOUT_S = 60.0
 
@@ -136,34 +137,39 @@ class WeightSender:
     async def send(self, weights: Weights, to: Receivers, *, force: bool) -> dict[str, Any] | None:
         """Send weights, as `fleet.Send`."""
         state = self._state
+        parts = Parts()
         config = state.config
         if config.sync.through_files:
-            return await self._files().send(
+            sent = await self._files().send(
                 weights,
                 to,
                 state.running_fleet.engines,
-                trainer=lambda: self._trainer_with(weights, config, force=force),
+                trainer=lambda: self._trainer_with(weights, config, parts, force=force),
                 loading=lambda: self._loading_files(idle=to.idle),
             )
-        async with self._trainer_with(weights, config, force=force) as trainer:
+            return None if sent is None else _with_parts(sent, parts)
+        async with self._trainer_with(weights, config, parts, force=force) as trainer:
             if trainer is None:
                 return None
             # With shared GPUs the push phase holds requests.
             hold = not (to.idle or state.sharing.active)
             async with state.requests.during_push() if hold else nullcontext():
-                urls = await to.begin_push(to.urls())
-                answers = await trainer.call(
-                    "push",
-                    held=weights.digest,
-                    engines=urls,
-                    stamp=weights.stamp,
-                    sync=config.sync,
-                    shared_ranks=self._shared_ranks(urls),
-                    deadline_s=config.sync.timeout_s + CALL_TIMEOUT_S,
-                )
+                with parts.part("mark engines"):
+                    urls = await to.begin_push(to.urls())
+                with parts.part("push"):
+                    answers = await trainer.call(
+                        "push",
+                        held=weights.digest,
+                        engines=urls,
+                        stamp=weights.stamp,
+                        sync=config.sync,
+                        shared_ranks=self._shared_ranks(urls),
+                        deadline_s=config.sync.timeout_s + CALL_TIMEOUT_S,
+                    )
                 # rank 0 talked to the engines and knows which ones got the weights
-                await to.end_push(answers[0]["unknown"])
-        return answers[0]
+                with parts.part("mark engines"):
+                    await to.end_push(answers[0]["unknown"])
+        return _with_parts(answers[0], parts)
 
     def _files(self) -> FilesSync:
         assert self._state.spec is not None
@@ -181,11 +187,12 @@ class WeightSender:
 
     @asynccontextmanager
     async def _trainer_with(
-        self, weights: Weights, config: RunConfig, *, force: bool
+        self, weights: Weights, config: RunConfig, parts: Parts, *, force: bool
     ) -> AsyncIterator[TrainerGroup | None]:
         """Lock the trainer and yield it with these weights, restored if it held none.
 
-        Yield None if it holds other weights, unless `force`.
+        Yield None if it holds other weights, unless `force`. `parts` get the seconds of a restore
+        and of the switch of shared GPUs.
         """
         state = self._state
         timeout_s = config.sync.timeout_s + CALL_TIMEOUT_S + config.train.timeout_s
@@ -198,8 +205,10 @@ class WeightSender:
                 # A restore trains batches, which needs more memory than a push.
                 if state.sharing.active and await trainer.held() != weights.lineage.target:
                     await state.enter("train")
-                await _restore(trainer, weights, config)
-                await state.enter("push")
+                with parts.part("restore"):
+                    await _restore(trainer, weights, config)
+                with parts.part("switch"):
+                    await state.enter("push")
                 yield trainer
 
     @asynccontextmanager
@@ -230,6 +239,13 @@ class WeightSender:
         finally:
             if sampled:
                 await state.enter("sample")
+
+
+def _with_parts(sent: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    """Replace the steps of a push by all parts of the stage so far."""
+    parts.inside("push", sent["steps"])
+    rest = {key: value for key, value in sent.items() if key != "steps"}
+    return {**rest, "parts": parts.seconds}
 
 
 async def _restore(trainer: TrainerGroup, weights: Weights, config: RunConfig) -> None:

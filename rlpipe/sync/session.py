@@ -2,9 +2,11 @@
 
     pause → flush → begin → load → end → check the stamp → resume
 
-`run_session` opens a `Session` and runs the push in it. Every step runs on all engines at once. An
-engine that fails a step leaves the session paused, with unknown weights, and `PushReport.unknown`
-gives the reason. The fleet then replaces it. Other engines sample with the new weights.
+The steps before the load are one request to an engine of ours, and so are those after it
+(`engines.sglang.push_routes`). `run_session` opens a `Session` and runs the push in it. Every step
+runs on all engines at once. An engine that fails a step leaves the session paused, with unknown
+weights, and `PushReport.unknown` gives the reason. The fleet then replaces it. Other engines sample
+with the new weights.
 """
 
 from __future__ import annotations
@@ -111,8 +113,8 @@ class Session:
                 do="turn the check off for an engine without /weights_checker (HTTP 404)",
             )
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause the engines and flush their caches.
+    async def open(self, mode: PauseMode, *, begin: bool = True) -> None:
+        """Pause the engines, flush their caches, and with `begin` open a weight update.
 
         `mode` decides about requests in flight. `retract` keeps them in the engine, which computes
         their cache again under the new weights. `in_place` is not allowed: later requests would
@@ -120,15 +122,26 @@ class Session:
         """
         assert mode != "in_place"
         self._pause_start_s = time.monotonic()
-        await self.each("pause", lambda engine: engine.pause(mode))
-        await self.each("flush the cache", Engine.flush)
+        seconds: list[dict[str, float]] = []
 
-    async def begin(self) -> None:
-        """Open a weight update in every engine that has that call."""
+        async def open_one(engine: Engine) -> None:
+            opened = await engine.open_update(mode, begin=begin)
+            seconds.append(opened.seconds)
+            if opened.begun:
+                self._updating.add(engine.url)
+
+        await self.each("open", open_one)
+        self._split_step(seconds)
+
+    async def begin_again(self) -> None:
+        """Open another weight update after `end`, in every engine that has that call."""
         await self.each("begin", self._begin)
 
     async def end(self) -> None:
-        """Close the weight update. The engine then builds what it derives from its weights."""
+        """Close the weight update. The engine then builds what it derives from its weights.
+
+        `resume` closes an update that is still open.
+        """
         await self.each("end", self._end)
 
     async def overwrite(self) -> None:
@@ -145,16 +158,31 @@ class Session:
         await self.check_all("compare the weights", lambda engine: engine.check_weights("compare"))
 
     async def resume(self, *, sampling: bool = True) -> None:
-        """Check the stamp in each engine, then let the engines sample.
+        """End the weight update, check the stamp in each engine, then let the engines sample.
 
         With `sampling=False` the engines stay paused. Engines that released their cache continue
         when they have taken it back.
         """
-        await self.each("echo", self._check_stamp)
-        if sampling:
-            await self.each("continue", Engine.continue_)
+        seconds: list[dict[str, float]] = []
+
+        async def close_one(engine: Engine) -> None:
+            closed = await engine.close_update(
+                self.stamp, end=engine.url in self._updating, sample=sampling
+            )
+            seconds.append(closed.seconds)
+            self._check_stamp(engine, closed.weight_version)
+
+        await self.each("close", close_one)
+        self._split_step(seconds)
         self.current = [engine.url for engine in self.active]
         self.paused_s = time.monotonic() - self._pause_start_s
+
+    def _split_step(self, seconds: Sequence[dict[str, float]]) -> None:
+        """Count the parts of the running step, of the slowest engine, apart from the rest of it."""
+        slowest = max(seconds, key=lambda parts: sum(parts.values()))
+        for step, part_s in slowest.items():
+            self.steps[step] = self.steps.get(step, 0.0) + part_s
+            self._step_start_s += part_s
 
     def count_bucket(self, tensors: int, size_bytes: int) -> None:
         """Add one loaded bucket to the counters."""
@@ -169,9 +197,9 @@ class Session:
     async def _end(self, engine: Engine) -> None:
         if engine.url in self._updating:
             await engine.end_weight_update()
+            self._updating.discard(engine.url)
 
-    async def _check_stamp(self, engine: Engine) -> None:
-        stamp = await engine.weight_version()
+    def _check_stamp(self, engine: Engine, stamp: str) -> None:
         if stamp != self.stamp:
             raise SyncError(
                 "the engine reports other weights",

@@ -27,6 +27,7 @@ from rlpipe.errors import RlpipeError, SyncError
 from rlpipe.slime.args import slime_args
 from rlpipe.sync.session import PushReport, Session, run_session
 from rlpipe.sync.transports.versions import Version, WeightStore
+from rlpipe.system.parts import Parts
 
 CALL_TIMEOUT_S = 60.0
 MIN_REMAINING_S = 1.0
@@ -80,6 +81,7 @@ class FilesSync:
         Raises: SyncError if no engine can load them; StoreError, StoreFull; errors of the trainer.
         """
         start_s = time.monotonic()
+        parts = Parts()
         version = await asyncio.to_thread(self.store.find, weights.stamp)
         if version is None:
             async with trainer() as group:
@@ -87,12 +89,14 @@ class FilesSync:
                     return None
                 # Restoring the trainer has its own deadline.
                 start_s = time.monotonic()
-                version = await self._write(group, weights, to.urls())
+                with parts.part("write"):
+                    version = await self._write(group, weights, to.urls())
         # Also for a version that an earlier attempt wrote: it can have ended before this call.
         where = self.store.location(weights.stamp)
         await asyncio.to_thread(post_write, self.sync, self._args, where, to.urls())
         end_s = start_s + self.sync.timeout_s
-        folders, unknown = await self._fetch(weights.stamp, to.urls(), engines, end_s)
+        with parts.part("fetch"):
+            folders, unknown = await self._fetch(weights.stamp, to.urls(), engines, end_s)
         async with loading():
             urls = await to.begin_push(list(folders))
             report = await self._load_all(weights.stamp, {url: folders[url] for url in urls}, end_s)
@@ -103,7 +107,7 @@ class FilesSync:
             "seconds": time.monotonic() - start_s,
             "share": version.size_bytes / max(version.full_bytes, 1),
             "paused_s": report.paused_s,
-            "steps": report.steps,
+            "steps": {**parts.seconds, **report.steps},
             "unknown": unknown,
         }
 
@@ -202,7 +206,8 @@ class FilesSync:
         async def load(engine: Engine) -> None:
             await engine.update_from_disk(folders[engine.url], weight_version=session.stamp)
 
-        await session.pause("retract" if self.sync.in_flight == "in_place" else "abort")
+        mode = "retract" if self.sync.in_flight == "in_place" else "abort"
+        await session.open(mode, begin=False)
         await session.each("load", load)
         if self.sync.check_weight_update_equal:
             await session.overwrite()

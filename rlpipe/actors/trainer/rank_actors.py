@@ -36,6 +36,7 @@ from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.lineage.states import Lineage
 from rlpipe.sync.probe import Probe, compare, mean_difference, spread
 from rlpipe.sync.transports.versions import Share
+from rlpipe.system.parts import Parts
 from rlpipe.types import Node, Stage
 
 
@@ -161,31 +162,40 @@ class TrainerRank(Rank[MegatronEngine]):
         return self._pusher
 
     @collective
-    def probe(self, *, held: str, batch: str, samples: int) -> None:
-        """Score `samples` samples of a batch node with the held weights, for `compare`."""
+    def probe(self, *, held: str, batch: str, samples: int) -> dict[str, float]:
+        """Score `samples` samples of a batch node with the held weights, for `compare`.
+
+        Return the seconds of each part.
+        """
         engine, spec = self._require(held)
-        columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+        parts = Parts()
+        with parts.part("read"):
+            columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
         own = self._own_proximal
         scored_by_step = False
         if own is not None and own[0] == batch:
             scored_by_step = True
             columns = columns.with_columns(proximal_log_probs=own[1])
         chosen = columns.select(spread(len(columns), samples))
-        log_probs = engine.score(chosen, temperature=1.0)
-        # Score again one by one and in reverse order: differences due to packing are noise.
-        backward = np.arange(len(chosen))[::-1]
-        alone = engine.score(chosen.select(backward), temperature=1.0, max_tokens=1)
-        again = np.concatenate(chosen.select(backward).split(alone)[::-1])
+        with parts.part("score packed"):
+            log_probs = engine.score(chosen, temperature=1.0)
+        # Score again one by one: differences due to packing are noise.
+        with parts.part("score alone"):
+            alone = engine.score(chosen, temperature=1.0, max_tokens=1)
         update = None
         if chosen.proximal_log_probs is not None:
             # Score as the advantage stage did: at the rollout's temperature, with its routing.
             replay = spec.train.use_rollout_routing_replay
-            after = engine.score(chosen, max_tokens=1, replay=replay)
+            after = alone
+            if replay or spec.rollout_temperature != 1:
+                with parts.part("score as sampled"):
+                    after = engine.score(chosen, max_tokens=1, replay=replay)
             update = chosen.proximal_log_probs - after
             if scored_by_step:
                 # An optimizer step computes no log-probs of masked tokens.
                 update = np.where(chosen.loss_mask > 0, update, 0)
-        self._probe = Probe(chosen, log_probs, mean_difference(log_probs, again), update)
+        self._probe = Probe(chosen, log_probs, mean_difference(log_probs, alone), update)
+        return parts.seconds
 
     @collective
     def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]] | None:

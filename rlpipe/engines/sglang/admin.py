@@ -15,15 +15,19 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import httpx
 
+from rlpipe.engines.sglang.push_routes import CLOSE, OPEN
 from rlpipe.errors import DeadlineExceeded, EngineRejected
 from rlpipe.rollout.client.http import call
 from rlpipe.rollout.generation import no_spans
 from rlpipe.system.certificates import certificates
+from rlpipe.system.parts import Parts
 
+FLUSH_SHARE = 0.8
+"""Share of a call's deadline that our servers wait for a cache in use."""
 _POLL_S = 0.05
 _SHOWN_CHARACTERS = 500
 Answer = TypeVar("Answer")
@@ -47,6 +51,24 @@ _FACTS = (
     "enable_deterministic_inference",
     "disable_cuda_graph",
 )
+
+
+class Opened(NamedTuple):
+    """Result of `Engine.open_update`."""
+
+    begun: bool
+    """True if a weight update is open, which `close_update` ends."""
+    seconds: dict[str, float]
+    """Seconds of each step."""
+
+
+class Closed(NamedTuple):
+    """Result of `Engine.close_update`."""
+
+    weight_version: str
+    """As `Engine.weight_version`."""
+    seconds: dict[str, float]
+    """Seconds of each step."""
 
 
 class Engine:
@@ -143,6 +165,54 @@ class Engine:
                         expected=f"idle within {self.deadline_s:g} s",
                     ) from error
             await asyncio.sleep(_POLL_S)
+
+    async def open_update(self, mode: PauseMode, *, begin: bool) -> Opened:
+        """Pause, empty the prefix cache, and with `begin` open a weight update.
+
+        One request to a server with `push_routes`, else one for each step.
+        """
+        # The server's error comes before the deadline of this call, and says more.
+        body = {"mode": mode, "begin": begin, "timeout_s": FLUSH_SHARE * self.deadline_s}
+        answer = await self._ask_ours(OPEN, body)
+        if answer is not None:
+            return Opened(bool(answer["begun"]), answer["seconds"])
+        parts = Parts()
+        with parts.part("pause"):
+            await self.pause(mode)
+        with parts.part("flush the cache"):
+            await self.flush()
+        with parts.part("begin"):
+            begun = begin and await self.begin_weight_update()
+        return Opened(begun, parts.seconds)
+
+    async def close_update(self, expected: str, *, end: bool, sample: bool) -> Closed:
+        """Close a weight update (`end`), read the weight version, and sample again (`sample`).
+
+        A server with another version than `expected` stays paused. Requests: as `open_update`.
+        """
+        body = {"expected": expected, "end": end, "sample": sample}
+        answer = await self._ask_ours(CLOSE, body)
+        if answer is not None:
+            return Closed(str(answer["weight_version"]), answer["seconds"])
+        parts = Parts()
+        with parts.part("end"):
+            if end:
+                await self.end_weight_update()
+        with parts.part("echo"):
+            version = await self.weight_version()
+        with parts.part("continue"):
+            if sample and version == expected:
+                await self.continue_()
+        return Closed(version, parts.seconds)
+
+    async def _ask_ours(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Call an endpoint of `push_routes`; return None if the server does not have it."""
+        try:
+            return await self._ask("POST", path, body, read=dict)
+        except EngineRejected as error:
+            if not _missing(error):
+                raise
+            return None
 
     async def abort_all(self) -> None:
         """End every request. Each returns its tokens so far."""

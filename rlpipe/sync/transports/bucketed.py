@@ -121,9 +121,8 @@ class BucketTransport(Transport[PushReport], Generic[Packed]):
     async def _load_all(
         self, session: Session, ready: ReadAhead[tuple[Packed, bool]], push: Push
     ) -> None:
-        await session.pause(push.pause)
+        await session.open(push.pause)
         await self.connect(session)
-        await session.begin()
         second_pass = False
         session.start_step(TENSORS)
         async for packed, last in ready:
@@ -131,11 +130,12 @@ class BucketTransport(Transport[PushReport], Generic[Packed]):
             session.start_step(TENSORS)
             if not last:
                 continue
+            if not push.check:
+                return
             await session.end()
             if second_pass:
                 await session.compare()
-            if second_pass or not push.check:
                 return
             second_pass = True
             await session.overwrite()
-            await session.begin()
+            await session.begin_again()

@@ -144,16 +144,14 @@ class StageLeader(DistributedTransport):
     async def _load_all(
         self, session: Session, ready: ReadAhead[tuple[FlatBucket, bool]], push: Push
     ) -> None:
-        await session.pause(push.pause)
+        await session.open(push.pause)
         await self.connect(session)
-        await session.begin()
         session.start_step(TENSORS)
         async for packed, last in ready:
             await self.load(session, packed, last=last)
             session.start_step(TENSORS)
         for stage in range(1, self.setup.num_stages):
             await self._load_stage(session, stage)
-        await session.end()
 
     async def _make_stage_group(self, session: Session, stage: int) -> None:
         session.start_step(f"make a group of engines and stage {stage}", kind="group")

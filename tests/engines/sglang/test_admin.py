@@ -11,6 +11,7 @@ import pytest
 
 from rlpipe.engines.sglang import admin
 from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine
+from rlpipe.engines.sglang.push_routes import CLOSE, OPEN
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 from rlpipe.rollout.client.generate_client import GenerateClient
 from tests.live_engine import VOCAB_SIZE, log_probs
@@ -104,6 +105,84 @@ async def test_the_next_update_ends_an_open_update(live):
             EngineRejected, match=r"(?s)end_weight_update.*no weight-update session"
         ):
             await engine.end_weight_update()
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of all requests to engines."""
+    asked: list[str] = []
+    original = admin.call
+
+    async def recorded(http, method, url, **keywords):
+        asked.append(httpx.URL(url).path)
+        return await original(http, method, url, **keywords)
+
+    monkeypatch.setattr(admin, "call", recorded)
+    return asked
+
+
+async def test_the_steps_before_a_load_are_one_request_and_so_are_those_after_it(live, paths):
+    async with Engine(live.server.url) as engine:
+        stamp = await engine.weight_version()
+        paths.clear()
+        opened = await engine.open_update("abort", begin=True)
+        closed = await engine.close_update(stamp, end=opened.begun, sample=True)
+        assert paths == [OPEN, CLOSE]
+        await engine.health()
+    assert (opened.begun, closed.weight_version) == (True, stamp)
+    assert list(opened.seconds) == ["pause", "flush the cache", "begin"]
+    assert list(closed.seconds) == ["end", "continue"]
+
+
+async def test_a_server_of_others_gets_a_request_for_each_step(live, paths, monkeypatch):
+    monkeypatch.setattr(admin, "OPEN", "/missing")
+    monkeypatch.setattr(admin, "CLOSE", "/missing")
+    async with Engine(live.server.url) as engine:
+        stamp = await engine.weight_version()
+        paths.clear()
+        opened = await engine.open_update("abort", begin=True)
+        closed = await engine.close_update(stamp, end=opened.begun, sample=True)
+        await engine.health()
+    assert closed.weight_version == stamp
+    names = ["pause_generation", "flush_cache", "begin_weight_update", "end_weight_update"]
+    names += ["model_info", "continue_generation", "health_generate"]
+    assert [path for path in paths if path != "/missing"] == [f"/{name}" for name in names]
+
+
+async def test_requests_end_when_an_update_opens(live):
+    sampling = {"max_new_tokens": 240, "ignore_eos": True}
+    body = {"input_ids": [5, 6], "sampling_params": sampling}
+    async with Engine(live.server.url) as engine, httpx.AsyncClient(timeout=60) as http:
+        running = asyncio.create_task(http.post(f"{live.server.url}/generate", json=body))
+        await asyncio.sleep(0.2)
+        await engine.open_update("abort", begin=False)
+        assert (await running).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        await engine.close_update(await engine.weight_version(), end=False, sample=True)
+
+
+async def test_an_engine_with_other_weights_than_expected_stays_paused(live):
+    async with Engine(live.server.url) as engine, Engine(live.server.url, deadline_s=1) as hasty:
+        opened = await engine.open_update("abort", begin=True)
+        closed = await engine.close_update("b@9@other", end=opened.begun, sample=True)
+        assert closed.weight_version != "b@9@other" and "continue" not in closed.seconds
+        with pytest.raises(DeadlineExceeded):
+            await hasty.health()
+        await engine.continue_()
+
+
+async def test_an_update_that_cannot_be_opened_is_refused_with_the_reason(live):
+    client = GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=60)
+    async with Engine(live.server.url, deadline_s=1) as engine, client:
+        running = asyncio.create_task(
+            client.generate([5, 6], {"max_new_tokens": 240, "ignore_eos": True})
+        )
+        await asyncio.sleep(0.2)
+        try:
+            with pytest.raises(EngineRejected, match=r"still in use"):
+                await engine.open_update("in_place", begin=True)
+        finally:
+            await engine.continue_()
+        assert len((await running)[0].response_ids) == 240
 
 
 async def test_a_flush_waits_for_a_cache_in_use_until_the_deadline(live):

@@ -52,7 +52,7 @@ def test_after_a_push_the_engine_computes_as_the_new_model(live, tmp_path, buffe
     live.model = model
     assert report.tensors == len(transport.expected) and report.engines == (live.server.url,)
     assert report.paused_s < sum(report.steps.values()) < report.seconds
-    assert {"pause", "tensors", "bucket", "echo", "continue"} < report.steps.keys()
+    assert {"pause", "tensors", "bucket", "close", "continue"} < report.steps.keys()
     assert report.buckets == {1: report.tensors, 512 * 1024**2: 1}.get(
         buffer_size_bytes, report.buckets
     )
