@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.observe.trace import FILE, read_trace, traced
+from tests.processes import pool
 
 LINES = 200
 
@@ -62,8 +62,8 @@ def test_reading_continues_at_the_offset_and_skips_incomplete_lines(tmp_path: Pa
 
 
 def test_concurrent_processes_write_complete_lines(tmp_path: Path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        pool.map(write_many, [tmp_path] * 3)
+    with pool(3) as writers:
+        writers.map(write_many, [tmp_path] * 3)
     events, _ = read_trace(tmp_path / FILE)
     assert len(events) == 3 * 2 * LINES
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +17,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState, Stage
+from tests.processes import adopt, fork_server
 
 
 def a_commit(iteration: int, epoch: int = 0) -> Commit:
@@ -34,8 +36,11 @@ def a_commit(iteration: int, epoch: int = 0) -> Commit:
     )
 
 
-def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
+def drive(
+    files: Files, pipe: Connection, options: dict[str, Any], environment: Mapping[str, str]
+) -> None:
     """Run a driver: acquire the branch, then execute commands and send their results."""
+    adopt(environment)
     if elsewhere := options.pop("pid_space", None):
         holders.pid_space = lambda: elsewhere
     epoch: Any = None
@@ -60,12 +65,16 @@ def drive(files: Files, pipe: Connection, options: dict[str, Any]) -> None:
 
 
 class Driver:
-    """A driver in another process. Its errors are raised here."""
+    """A driver in another process. Its errors are raised here.
 
-    def __init__(self, files: Files, **options: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=drive, args=(files, theirs, options), daemon=True)
+    With `own_child` it is a child of this process, which can leave it a zombie.
+    """
+
+    def __init__(self, files: Files, *, own_child: bool = False, **options: Any) -> None:
+        context = multiprocessing.get_context("spawn") if own_child else fork_server()
+        self._pipe, theirs = context.Pipe()
+        arguments = (files, theirs, options, dict(os.environ))
+        self.process = context.Process(target=drive, args=arguments, daemon=True)
         self.process.start()
 
     def __enter__(self) -> Driver:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epoch, Epochs, superseded_renewals
 from rlpipe.store.holders import Holder
 from rlpipe.store.objects.files import Files
+from tests.processes import pool
 from tests.store.drivers import Driver, a_commit, refused
 from tests.store.lineage import Run, collect
 
@@ -63,7 +63,7 @@ def test_an_active_driver_keeps_a_second_one_out_and_is_named(files: Files):
 
 @pytest.mark.integration
 def test_a_killed_driver_of_this_machine_is_replaced_at_once_reaped_or_not(files: Files):
-    with Driver(files, lease_s=3600.0) as first:
+    with Driver(files, own_child=True, lease_s=3600.0) as first:
         assert first.answer() == 1
         assert first.process.pid is not None
         os.kill(first.process.pid, signal.SIGKILL)
@@ -165,8 +165,8 @@ def test_one_of_many_racing_threads_becomes_the_driver_and_the_others_get_its_na
         except Fenced as error:
             return error
 
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(race, range(8)))
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(race, range(8)))
     won = sorted(result.number for result in results if isinstance(result, Epoch))
     first = 2 if takeover else 1
     assert won == list(range(first, first + len(won))), "one holder an epoch"
@@ -182,8 +182,8 @@ def test_one_of_many_racing_threads_becomes_the_driver_and_the_others_get_its_na
 
 @pytest.mark.integration
 def test_one_of_many_racing_processes_becomes_the_driver(files: Files):
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        attempts = pool.map(try_to_acquire, [files] * 8, chunksize=1)
+    with pool(4) as contenders:
+        attempts = contenders.map(try_to_acquire, [files] * 8, chunksize=1)
     assert sorted(attempts) == [0] * 7 + [1]
 
 

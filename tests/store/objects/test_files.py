@@ -23,6 +23,7 @@ from s3fs.errors import translate_boto_error
 from rlpipe.errors import ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError, StoreFull
 from rlpipe.store.objects import local, s3
 from rlpipe.store.objects.files import Files
+from tests.processes import pool
 from tests.servers import LossyProxy
 from tools.s3_server import S3Server, s3_environment
 
@@ -63,10 +64,10 @@ def test_a_second_writer_of_other_bytes_is_refused_and_changes_nothing(files: Fi
 
 def test_one_of_many_racing_threads_writes_and_the_others_know(files: Files):
     for number in range(2):
-        with ThreadPoolExecutor(10) as pool:
+        with ThreadPoolExecutor(10) as threads:
             bodies = [b"equal"] * 4 + [f"other {writer}".encode() for writer in range(6)]
             results = list(
-                pool.map(lambda body, n=number: try_to_create(files, f"race/{n}", body), bodies)
+                threads.map(lambda body, n=number: try_to_create(files, f"race/{n}", body), bodies)
             )
         assert results.count("wrote") == 1
         won = files.read(f"race/{number}")
@@ -75,9 +76,9 @@ def test_one_of_many_racing_threads_writes_and_the_others_know(files: Files):
 
 @pytest.mark.integration
 def test_exactly_one_of_many_racing_processes_writes(files: Files):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with pool(3) as writers:
         jobs = [(files, f"race/{n}", f"writer {w}".encode()) for n in range(6) for w in range(3)]
-        results = pool.starmap(try_to_create, jobs, chunksize=1)
+        results = writers.starmap(try_to_create, jobs, chunksize=1)
     assert (results.count("wrote"), results.count("conflict")) == (6, 12)
     assert len(files.list("race")) == 6
 
@@ -120,8 +121,8 @@ def test_listing_is_sorted_recursive_and_relative_to_the_root(files: Files):
 @pytest.mark.integration
 def test_listing_on_s3_follows_every_page(s3_root: str):
     files = Files(s3_root)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: files.create(f"many/{n:04d}", b""), range(1003)))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: files.create(f"many/{n:04d}", b""), range(1003)))
     assert files.list("many") == [f"many/{n:04d}" for n in range(1003)]
 
 
@@ -205,8 +206,8 @@ def read_and_create(files: Files | None) -> None:
 def test_a_child_process_opens_the_store_again(files: Files, method: str):
     files.create("x", b"from the parent")
     INHERITED.append(files)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
-        pool.submit(read_and_create, None if method == "fork" else files).result(timeout=60)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as child:
+        child.submit(read_and_create, None if method == "fork" else files).result(timeout=60)
     assert files.read("y") == b"from the child"
 
 
