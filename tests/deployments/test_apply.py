@@ -19,11 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.testing.utilities import prefect_test_harness
-from prefect.variables import Variable
 
-from deployments import apply
 from deployments.apply import add_recipe_choice
 from flows.train import train
 from rlpipe.config.load import recipes
@@ -220,42 +216,6 @@ def test_a_retried_iteration_of_a_scheduled_run_reuses_its_rollout(
     ]
     assert "num_rollout: 2" in prefect.artifact("run-on-configuration")
     assert prefect.automations() == ["rlpipe/rlpipe: a silent run is crashed"]
-
-
-def site_parameters(*deployments: str) -> list[list[str]]:
-    """Return the parameter `site` of deployments of the current Prefect server."""
-    with get_client(sync_client=True) as client:
-        return [client.read_deployment_by_name(name).parameters["site"] for name in deployments]
-
-
-@pytest.mark.integration
-def test_a_site_declared_after_make_up_keeps_its_store_and_ray_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("overrides: [num_rollout=3]")
-
-    def declare(*arguments: str) -> str:
-        command = ["apply", "--home", str(tmp_path), "--site", str(mine), *arguments]
-        monkeypatch.setattr("sys.argv", command)
-        assert apply.main() == 0
-        return capsys.readouterr().out
-
-    servers = ["store.root=s3://rlpipe/runs", "resources.ray_address=127.0.0.1:6379"]
-    names = ("train/train", "train/spell_backward", "evaluate/evaluate")
-    with prefect_test_harness(server_startup_timeout=120):
-        declare("--server-overrides", *servers)
-        assert site_parameters(*names) == [[*servers, "num_rollout=3"]] * 3
-        mine.write_text("overrides: [num_rollout=4]")
-        assert f"overrides of this Prefect server: {', '.join(servers)}" in declare()
-        assert site_parameters(*names) == [[*servers, "num_rollout=4"]] * 3
-        Variable.set("rlpipe_server_overrides", "num_rollout=3", overwrite=True)
-        monkeypatch.setattr("sys.argv", ["apply", "--home", str(tmp_path)])
-        assert apply.main() == 2
-        assert "expected: a JSON list of dotted.key=value" in capsys.readouterr().err
-        # `make up` without Ray and S3.
-        declare("--server-overrides")
-        assert site_parameters(*names) == [["num_rollout=4"]] * 3
 
 
 async def test_a_recipe_file_is_a_choice_of_its_own_form_only():
