@@ -6,7 +6,6 @@ the result back.
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.system.ports import free_port
 from tests.garbage import exempt_imports
+from tests.processes import fork_server
 
 PRELOADED = ["rlpipe.engines.megatron.engine"]
 """Imported once, in the process that all ranks are forked from: it takes seven CPU seconds."""
@@ -34,8 +34,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = fork_server(*PRELOADED)
         self._pipes = []
         self._processes = []
         for _ in range(self._number):

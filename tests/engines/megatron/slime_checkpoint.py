@@ -1,21 +1,20 @@
 """Write a torch_dist checkpoint in slime's layout, with Megatron-core alone.
 
-    python -m tests.engines.megatron.slime_checkpoint JOB
-
 A model of Megatron's own classes loads a converted directory, takes Adam steps on random tokens,
 and is saved as `megatron.training.checkpointing.save_checkpoint` saves it: the same keys, content
-metadata and folders. JOB is JSON, the fields of `Job`. Nothing of rlpipe's trainer is used but
-`platform`, which lets Megatron-core run without CUDA.
+metadata and folders. Nothing of rlpipe's trainer is used but `platform`, which lets Megatron-core
+run without CUDA.
+
+Entry points: `Job`, `write`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from megatron.core.transformer.module import Float16Module
 from safetensors.torch import save_file
 
 from rlpipe.system.ports import free_port
+from tests.engines.megatron.ranks import PRELOADED
+from tests.processes import adopt, fork_server
 
 SAMPLES_PER_STEP = 8
 PROMPTS_PER_STEP = 2
@@ -92,26 +93,26 @@ def write(job: Job) -> None:
     """Write the checkpoint in processes of their own, one for each rank."""
     port = free_port()
     world = job.tensor * job.pipeline * job.data
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in range(world)
-    ]
-    assert [rank.wait() for rank in ranks] == [0] * world
+    context = fork_server(*PRELOADED)
+    ranks = []
+    for rank in range(world):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(context.Process(target=_write_rank, args=(job, environment), daemon=True))
+        ranks[-1].start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * world
 
 
-def _main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
+def _write_rank(job: Job, environment: Mapping[str, str]) -> None:
+    adopt(environment)
+    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(job.tensor, job.pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -316,7 +317,3 @@ def _write_expected(job: Job, ddp: Any, optimizer: Any, folder: Path) -> None:
                 full = values[state].detach().float().reshape(parameter.shape)
                 tensors[f"{state}.{name}"] = full.contiguous().clone()
     save_file(tensors, folder / "expected.safetensors")
-
-
-if __name__ == "__main__":
-    _main()
