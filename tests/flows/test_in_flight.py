@@ -19,6 +19,7 @@ from flows import in_flight, train
 from flows.in_flight import InProcess, IterationFailed, numbered
 from flows.iteration import iteration
 from flows.stopping import Stopping
+from rlpipe.config.run import RunConfig
 from tasks.observe import Observer
 from tests.tasks.test_begin import config
 
@@ -106,6 +107,15 @@ class FakeObserver:
     async def iteration(self, k: int, nodes: dict[str, Any], *, seconds: float) -> None: ...
 
 
+def open_run(monkeypatch: pytest.MonkeyPatch, run: RunConfig) -> None:
+    """Open a run with engines on GPUs of their own, without actors."""
+
+    async def opened(_run: str) -> Any:
+        return SimpleNamespace(config=run, cluster=SimpleNamespace(shares_gpus=False))
+
+    monkeypatch.setattr(train, "context", opened)
+
+
 @pytest.mark.parametrize(("buffer_size", "opened"), [(0, 1), (1, 3), (2, 4)])
 async def test_iterations_ahead_sample_during_an_evaluation(
     stages: Stages, monkeypatch: pytest.MonkeyPatch, buffer_size: int, opened: int
@@ -117,6 +127,7 @@ async def test_iterations_ahead_sample_during_an_evaluation(
 
     monkeypatch.setattr(train, "evaluate_if_due", evaluated)
     run = config(num_rollout=5, async_buffer_size=buffer_size)
+    open_run(monkeypatch, run)
     watching = cast("Observer", FakeObserver())
     with Stopping(0.0) as stopping:
         running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
@@ -180,6 +191,7 @@ async def test_an_iteration_runs_during_a_concurrent_evaluation_and_waits_for_it
         ],
     }
     run = config(num_rollout=2, evaluation=held)
+    open_run(monkeypatch, run)
     watching = cast("Observer", FakeObserver())
     with Stopping(0.0) as stopping:
         running = asyncio.create_task(train.run_iterations(run, 0, watching, stopping))
