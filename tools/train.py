@@ -18,7 +18,9 @@ import faulthandler
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rlpipe.config.load import (
@@ -84,8 +86,18 @@ def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
         from rlpipe.actors.ray import local_ray, named
 
         # Once a Prefect server starts too: on two cores they start in the time of one of them.
-        namespace = named.namespace(config.cluster)
-        local_ray.begin_connecting(config.resources, home(), namespace=namespace)
+        local_ray.begin_connecting(
+            config.resources,
+            home(),
+            namespace=named.namespace(config.cluster),
+            then=partial(
+                named.begin_actors,
+                config.cluster,
+                config.resources,
+                str(Path.cwd()),
+                engines=config.needs_engines,
+            ),
+        )
 
     code, summary = finish(start, begin=begin, quiet=arguments.quiet)
     if summary is not None:

@@ -16,7 +16,7 @@ import pytest
 
 import flows.train
 from deployments.recipes.tiny_models import character_tokenizer
-from rlpipe.actors.ray import local_ray
+from rlpipe.actors.ray import local_ray, named
 from rlpipe.config.load import home, load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import EngineUnavailable
@@ -435,6 +435,9 @@ class Flow:
             raise self.ends
         return self.ends
 
+    def begin(self, *_: Any, namespace: str, then: Any) -> None:
+        self.log.append((namespace, then.func, then.args[0], then.keywords))
+
     async def drain(self) -> None:
         self.log.append("drained")
 
@@ -453,7 +456,7 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
     monkeypatch.setattr(flows.train, "train", made)
     monkeypatch.setattr(local_prefect, "local_prefect", made.server)
     monkeypatch.setattr(local_prefect, "drain", made.drain)
-    monkeypatch.setattr(local_ray, "begin_connecting", lambda *_, **key: made.log.append(key))
+    monkeypatch.setattr(local_ray, "begin_connecting", made.begin)
     return made
 
 
@@ -496,5 +499,5 @@ def test_the_exit_code_tells_the_end_of_the_run(
     output = capsys.readouterr()
     assert (output.err if code else output.out).startswith(printed)
     assert (output.out if code else output.err) == ""
-    began = [{"namespace": "rlpipe-mine"}] * 2
+    began = [("rlpipe-mine", named.begin_actors, "mine", {"engines": True})] * 2
     assert flow.log == [*began, ("r", ["seed=1"], "mine", False), "drained", "server ended"]

@@ -17,7 +17,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -74,10 +74,18 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     _install_sigterm_handler(signal.getsignal(signal.SIGTERM))
 
 
-def begin_connecting(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
+def begin_connecting(
+    resources: ResourcesConfig,
+    home: Path,
+    *,
+    namespace: str,
+    then: Callable[[], None] = lambda: None,
+) -> None:
     """Start a local Ray in a thread, unless there is one or the run joins a cluster.
 
     `connect` waits for it. Ray's servers and first workers start while this process imports others.
+    `then` is called in the thread once Ray runs; `connect` waits for this too. Its errors are left
+    to the call that needs the result.
     """
     joins = resources.ray_address or os.environ.get("RAY_ADDRESS", "local") != "local"
     if joins or ray.is_initialized() or _connecting.locked():
@@ -85,10 +93,11 @@ def begin_connecting(resources: ResourcesConfig, home: Path, *, namespace: str) 
     began = threading.Event()
 
     def start() -> None:
-        # After a failure `connect` tries again and raises the error.
-        with _connecting, suppress(ResourceError):
+        # After a failure `connect` tries again and raises the error. The thread must not end.
+        with _connecting, suppress(Exception):
             began.set()
             _connect(resources, home, namespace)
+            then()
         # Ray's servers end with the thread that started them (PR_SET_PDEATHSIG).
         threading.Event().wait()
 

@@ -4,13 +4,14 @@ The name of a dead actor is free, so the next lookup starts another. Lookups do 
 actor is ready. Classes are imported only when an actor is started: a process that only talks to
 the conductor needs neither torch nor Megatron.
 
-Entry points: `conductor`, `NamedActors`.
+Entry points: `conductor`, `NamedActors`, `begin_actors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import ray
@@ -131,6 +132,25 @@ class NamedActors:
         return find_or_start(
             lambda: Generator, GENERATOR, self._namespace, (self._cwd,), lambda: options
         )
+
+
+def begin_actors(cluster: str, resources: ResourcesConfig, cwd: str, *, engines: bool) -> None:
+    """Start conductor, ranks and engines of a Ray that this process has just started.
+
+    They import their packages while this process imports the flow. `Conductor.open` finds them by
+    name. Nothing starts on GPUs, which the run has not locked yet (`claim_gpus`). Raises: as
+    `NamedActors.reserve`.
+    """
+    actors = NamedActors(cluster, resources, cwd)
+    if actors.placement.on_gpus:
+        return
+    actors.reserve(engines=engines)
+    if engines:
+        for number, node in product(range(resources.num_engines), range(resources.engine_nodes)):
+            actors.engine(number, node)
+    for rank, _ in enumerate(rank_names(resources)):
+        actors.trainer(rank)
+    conductor(cluster, cwd)
 
 
 def find_or_start(

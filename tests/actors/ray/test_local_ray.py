@@ -256,6 +256,17 @@ def test_a_process_waits_for_the_ray_that_it_has_begun_to_start(
         assert slow_ray.log == ["connected", "connected"]
 
 
+def test_connect_waits_for_what_follows_the_start_of_ray(slow_ray: SlowRay, tmp_path: Path):
+    def fail() -> None:
+        slow_ray.log.append("actors began")
+        raise ResourceError("no room", where="resources")
+
+    slow_ray.go.set()
+    begin_connecting(ResourcesConfig(), tmp_path, namespace="here", then=fail)
+    connect(ResourcesConfig(), tmp_path, namespace="here")
+    assert slow_ray.log == ["connected", "actors began", "connected"]
+
+
 def test_the_error_of_a_begun_start_is_that_of_the_next_connect(slow_ray: SlowRay, tmp_path: Path):
     slow_ray.error = ResourceError("Ray did not start", where="here")
     slow_ray.go.set()
