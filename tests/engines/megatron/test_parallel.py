@@ -7,6 +7,7 @@ import pytest
 
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import gloo_threads_left, score_and_train, train_on_any_number
+from tests.parameters import each
 
 TRAIN = {
     "max_tokens_per_gpu": 64,
@@ -33,6 +34,8 @@ EXPERTS = {
 CASES = [(family, layout) for family in ("qwen3", "llama") for layout in LAYOUTS] + [
     ("qwen3_moe", layout) for layout in EXPERTS
 ]
+QUICK = [case for case in CASES if case[0] != "llama"] + [("llama", "pipeline parallel")]
+"""Each layout once, and an embedding that is not tied on another stage than the output layer."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def alone(models):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), each(CASES, QUICK))
 def test_two_ranks_compute_the_same_as_one_rank(models, alone, two_ranks, family, layout):
     wanted = alone[family]
     first, second = two_ranks.run(

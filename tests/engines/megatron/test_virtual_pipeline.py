@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from tests.engines.megatron.ranks import (
 )
 from tests.engines.megatron.routing_jobs import record_and_replay
 from tests.engines.megatron.test_parallel import TRAIN
+from tests.parameters import each
 
 PIPELINE = {"parallel": {"pipeline_model_parallel_size": 2}}
 CHUNKS = PIPELINE | {"megatron": {"virtual_pipeline_model_parallel_size": 2}}
@@ -33,10 +36,8 @@ SAME_CHUNKS = {
 
 @pytest.fixture(scope="module")
 def alone(models):
-    return {
-        family: score_and_train(0, 1, free_port(), models[family], TRAIN)
-        for family in ("qwen3_deep", "qwen3_moe_deep")
-    }
+    """Return a function that returns the results of one rank, by family."""
+    return cache(lambda family: score_and_train(0, 1, free_port(), models[family], TRAIN))
 
 
 def compare(found: dict, wanted: dict) -> None:
@@ -53,25 +54,27 @@ def compare(found: dict, wanted: dict) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["qwen3_deep", "qwen3_moe_deep"])
+@pytest.mark.parametrize("family", each(["qwen3_deep", "qwen3_moe_deep"], ["qwen3_moe_deep"]))
 def test_chunks_compute_the_same_as_one_rank(models, alone, two_ranks, family):
     first, second = two_ranks.run(score_and_train, models[family], TRAIN | CHUNKS)
     assert np.array_equal(first["scores"], second["scores"])
     assert first["steps"] == second["steps"]
     assert first["digest"] == second["digest"]
-    compare(first, alone[family])
+    compare(first, alone(family))
     again, _ = two_ranks.run(score_and_train, models[family], TRAIN | CHUNKS)
     assert (again["digest"], again["steps"]) == (first["digest"], first["steps"])
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("arguments", SAME_CHUNKS)
 def test_every_argument_for_chunks_gives_the_same_result(models, alone, two_ranks, arguments):
     train = TRAIN | PIPELINE | {"megatron": SAME_CHUNKS[arguments]}
     first, _ = two_ranks.run(score_and_train, models["qwen3_deep"], train)
-    compare(first, alone["qwen3_deep"])
+    compare(first, alone("qwen3_deep"))
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_any_number_of_micro_batches_and_overlapped_reduction(models, two_ranks):
     """The schedule takes even numbers: empty micro-batches fill up and change nothing."""
@@ -90,7 +93,7 @@ def test_any_number_of_micro_batches_and_overlapped_reduction(models, two_ranks)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("distributed_optimizer", each([False, True], [True]))
 def test_a_checkpoint_of_chunks_loads_on_one_rank_and_back(
     models, two_ranks, tmp_path, distributed_optimizer
 ):
@@ -112,6 +115,7 @@ def test_a_checkpoint_of_chunks_loads_on_one_rank_and_back(
     assert (once_more["digest"], once_more["trained"]) == (single["digest"], single["trained"])
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_a_critic_in_chunks_computes_the_same_as_on_one_rank(models, two_ranks):
     model = models["qwen3_deep"]
@@ -126,7 +130,7 @@ def test_a_critic_in_chunks_computes_the_same_as_on_one_rank(models, two_ranks):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("recomputed", [{}, {"recompute_granularity": "selective"}])
+@pytest.mark.parametrize("recomputed", each([{}, {"recompute_granularity": "selective"}], [{}]))
 def test_routing_is_recorded_and_replayed_in_chunks(models, two_ranks, recomputed):
     model = models["qwen3_moe_deep"]
     modules = {"recompute_modules": ["moe"]} if recomputed else {}

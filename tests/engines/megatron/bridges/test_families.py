@@ -25,6 +25,7 @@ from tests.engines.megatron.ranks import (
     weights_of_checkpoint,
 )
 from tests.engines.megatron.routing_jobs import refusal
+from tests.parameters import each
 
 TEMPERATURE = 0.8
 TRAIN = TrainConfig.model_validate(
@@ -40,10 +41,7 @@ QUICK = ("qwen2_moe", "llama3.2", "glm4", "deepseek_v3")
 """Families of `make test`: dense and with experts, with each kind of attention."""
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", each(FAMILIES, QUICK))
 def test_a_family_scores_trains_and_exports_like_transformers(family, tmp_path):
     directory = make(family, tmp_path / "model")
     ours = engine(directory, TRAIN, 0, 1, free_port())
@@ -125,14 +123,14 @@ LAYOUTS = {
     "qwen3_next": {**TENSOR, "expert_model_parallel_size": 2},
     "qwen3.5": {"tensor_model_parallel_size": 2},
 }
+QUICK_LAYOUTS = ("glm4", "llama3.2", "deepseek_v3", "qwen3.5")
+"""Families of `make test`: each layout once, and linear attention."""
+SAVED = ("glm4", "deepseek_v3", "glm5", "gpt_oss", "minimax_m2", "qwen3_next")
 
 
 @pytest.mark.long
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f == "qwen3_next" else pytest.mark.long) for f in FAMILIES],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_scores_and_trains_in_bfloat16(family, tmp_path):
     directory = make(family, tmp_path / "model")
     precise = engine(directory, TRAIN, 0, 1, free_port())
@@ -154,7 +152,7 @@ def test_a_family_scores_and_trains_in_bfloat16(family, tmp_path):
         ours.close()
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", each(LAYOUTS, QUICK_LAYOUTS))
 def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
     directory = make(family, tmp_path)
     train = TRAIN.model_dump() | {"loss": {"kl_loss_coef": 0.05}}
@@ -170,9 +168,7 @@ def test_two_ranks_compute_the_same_as_one_rank(family, two_ranks, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "family", ["glm4", "deepseek_v3", "glm5", "gpt_oss", "minimax_m2", "qwen3_next"]
-)
+@pytest.mark.parametrize("family", each(SAVED, ("deepseek_v3", "qwen3_next")))
 def test_custom_layers_are_saved_in_one_layout_and_loaded_in_another(family, two_ranks, tmp_path):
     directory = make(family, tmp_path / "model")
     train = {"max_tokens_per_gpu": 64, "parallel": LAYOUTS[family]}

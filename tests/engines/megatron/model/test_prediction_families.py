@@ -22,6 +22,7 @@ from tests.engines.megatron import reference
 from tests.engines.megatron.families import make
 from tests.engines.megatron.model.test_prediction import SCALE, prediction_loss
 from tests.engines.megatron.ranks import engine, make_batch
+from tests.parameters import each
 
 TRAIN: dict[str, Any] = {
     "max_tokens_per_gpu": 64,
@@ -132,7 +133,7 @@ def make_with_layer(family: str, directory: Path) -> tuple[str, Any, Layer]:
     return source, model, layer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES, ["deepseek_v3", "qwen3.5"]))
 def test_the_layer_is_loaded_trained_and_exported(family, tmp_path):
     directory, model, layer = make_with_layer(family, tmp_path / "model")
     train = TrainConfig.model_validate(TRAIN)

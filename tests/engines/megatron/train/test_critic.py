@@ -23,6 +23,7 @@ from tests.engines.megatron.ranks import (
     value_and_train,
     with_returns,
 )
+from tests.parameters import each
 
 TRAIN = {
     "max_tokens_per_gpu": 64,
@@ -229,7 +230,11 @@ def test_a_critic_that_is_not_in_the_checkpoint_starts_from_its_policy(start, tm
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "layout", ["one rank", "data parallel, distributed optimizer", "pipeline parallel"]
+    "layout",
+    each(
+        ["one rank", "data parallel, distributed optimizer", "pipeline parallel"],
+        ["one rank", "pipeline parallel"],
+    ),
 )
 def test_resumed_training_with_a_critic_equals_uninterrupted_training(
     models, two_ranks, tmp_path, layout
@@ -254,7 +259,9 @@ def one_rank(models, reward_model):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", each(LAYOUTS, ["tensor and sequence parallel", "pipeline parallel"])
+)
 def test_two_ranks_compute_the_same_values_and_steps_as_one_rank(
     models, reward_model, one_rank, two_ranks, layout
 ):

@@ -9,6 +9,7 @@ import pytest
 
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.rollout_jobs import train_fanned
+from tests.parameters import each
 
 POLICY = """
 import torch
@@ -84,7 +85,7 @@ def test_a_slime_loss_per_token_takes_the_steps_of_the_built_in_loss(models, wri
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each(LAYOUTS, ["sequence", "context"]))
 def test_a_slime_loss_on_two_ranks_equals_one_rank(models, written, alone, two_ranks, layout):
     train = {**TRAIN, "loss": written, "parallel": LAYOUTS[layout]}
     first, second = two_ranks.run(train_fanned, models["qwen3"], train, ARGS)

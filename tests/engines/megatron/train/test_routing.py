@@ -26,6 +26,7 @@ from rlpipe.types import Node, Stage
 from tests.actors.trainer.trained import configuration
 from tests.engines.megatron.ranks import engine, make_batch, near
 from tests.engines.megatron.routing_jobs import disturb, record_and_replay, refusal, routers
+from tests.parameters import each
 
 LAYERS = 2
 TOP_K = 2
@@ -303,7 +304,7 @@ def alone(models):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each(LAYOUTS, ["expert parallel", "context parallel"]))
 def test_two_ranks_record_and_replay_the_same_as_one_rank(models, alone, two_ranks, layout):
     first, second = two_ranks.run(record_and_replay, models["qwen3_moe"], TRAIN | LAYOUTS[layout])
     assert (alone["others"] != alone["experts"]).mean() > 0.5

@@ -11,6 +11,7 @@ from rlpipe.system.ports import free_port
 from tests.algorithms import loops
 from tests.engines.megatron.ranks import engine
 from tests.engines.megatron.rollout_jobs import fanned_batch, train_fanned
+from tests.parameters import each
 
 GSPO = {
     "surrogate": "gspo",
@@ -82,7 +83,7 @@ def alone(models):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each(LAYOUTS, ["data", "context"]))
 def test_two_ranks_compute_the_same_as_one_rank(models, alone, two_ranks, layout):
     first, second = two_ranks.run(
         train_fanned, models["qwen3"], TRAIN | {"parallel": LAYOUTS[layout]}
