@@ -58,6 +58,8 @@ def main() -> int:
     arguments = parsers.audit().parse_intermixed_args()
     try:
         use_home(arguments.home)
+        if arguments.command != "sql" and arguments.question:
+            arguments.run = only_run(arguments)
         if arguments.run is None and arguments.command != "verify":
             raise ConfigError(
                 "no run given",
@@ -81,6 +83,18 @@ def main() -> int:
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+
+
+def only_run(arguments: argparse.Namespace) -> str:
+    """Return the run that is named without `--run`. Raises: ConfigError for two names."""
+    if arguments.run not in (None, arguments.question):
+        raise ConfigError(
+            "two runs given",
+            where=f"audit {arguments.command}",
+            found=f"{arguments.question}, --run {arguments.run}",
+            expected="one of the two",
+        )
+    return arguments.question
 
 
 def check_run_exists(files: Files, run: str) -> None:

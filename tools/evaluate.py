@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from flows.derived_runs import evaluation_config
 from rlpipe.config.data import EvalDataset
-from rlpipe.config.load import home, use_home, validate_stored
+from rlpipe.config.load import home, recipes, use_home, validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.preflight import check
@@ -102,6 +102,8 @@ def flow_parameters(
 
     Wrong input is refused before a server starts. Raises: as `check`.
     """
+    if arguments.recipe and not arguments.of:
+        refuse_run(arguments.recipe)
     flags = read_flags(words, also=option_names(parsers.evaluate()))
     run, _, iteration = (arguments.of or "").partition("@")
     if iteration and not iteration.isdigit():
@@ -121,6 +123,18 @@ def flow_parameters(
     config = evaluation_config(home(), **parameters)
     check(config, home())
     return {**parameters, "takeover": arguments.takeover}, config
+
+
+def refuse_run(recipe: str) -> None:
+    """Refuse a run in the place of a recipe. Raises: ConfigError."""
+    run = recipe.partition("@")[0]
+    if run not in recipes() and find_run(home(), run):
+        raise ConfigError(
+            "this is a run, not a recipe",
+            where=repr(recipe),
+            expected="a YAML file, or --of RUN[@K]",
+            do=f"write {parsers.COMMAND} evaluate --of {recipe}",
+        )
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_without_a_run_every_store_of_the_home_is_checked(
     "words",
     [
         ("audit", "verify", "--run", "run"),
-        ("audit", "unusual", "--run", "run"),
+        ("audit", "unusual", "run"),
         ("audit", "lineage", "--run", "run@1"),
         ("audit", "forward", "--run", "run", "--prompt", "run:00000001"),
         ("audit", "sql", "--run", "run", "SELECT count(*) FROM samples, metrics, commits"),
@@ -136,6 +136,7 @@ def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_pat
     [
         (("verify",), "absent", "the run does not exist"),
         (("verify",), "run@x", "not the name of a commit"),
+        (("verify", "run2"), "run", "two runs given"),
         (("sql",), "run", "no query given"),
         (("sql", "nonsense"), "run", "DuckDB refused the query"),
         (("forward",), "run", "no prompt given"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlpipe.store.run_file import RunFile, write_run
 from tests.tasks.test_begin import config
+from tools import evaluate
 from tools.evaluate import sampling_notes
 
 SET = {"name": "held", "prompts": {"type": "file", "paths": ["b.jsonl"]}}
@@ -35,6 +37,16 @@ def test_the_sampling_of_an_evaluation_is_printed_with_what_the_run_does_otherwi
     assert line.startswith(SAMPLED) and line.endswith(end)
     (line,) = sampling_notes(used, None)
     assert line.startswith(SAMPLED) and ";" not in line
+
+
+def test_a_run_in_the_place_of_a_recipe_gives_the_command_with_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_run(tmp_path, "old", RunFile(store="s", config=config(run="old").model_dump(mode="json")))
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["tools.evaluate", "old@3", "--home", str(tmp_path)])
+    assert evaluate.main() == 2
+    assert "rlpipe evaluate --of old@3" in capsys.readouterr().err
 
 
 def test_a_greedy_evaluation_like_the_runs_own_has_no_note(

@@ -32,7 +32,8 @@ def train() -> argparse.ArgumentParser:
         "[dotted.key=value ...]",
         epilog=f"Flags of slime, Megatron and SGLang (--sglang-*): {COMMAND} flags. "
         "Overrides: train.optimizer.lr=1e-5. Defaults of a model family: preset=NAME, "
-        f"a YAML file or one of: {names_in(PRESETS)}",
+        f"a YAML file or one of: {names_in(PRESETS)}. "
+        f"Example: {COMMAND} train my_run.yaml train.optimizer.lr=1e-6",
     )
     _add_recipe_options(parser)
     add_takeover(parser, "drives this run on any machine")
@@ -191,13 +192,15 @@ def audit() -> argparse.ArgumentParser:
     parser = new_parser(
         "audit",
         "Audit a run and its records.",
-        epilog=f"commands:\n{commands}\n\nexample: {COMMAND} audit verify --run my_run",
+        epilog=f"commands:\n{commands}\n\nexample: {COMMAND} audit verify my_run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "command", choices=AUDITS, metavar="COMMAND", help="one of the commands below"
     )
-    parser.add_argument("question", nargs="?", metavar="QUERY", help="sql: one query")
+    parser.add_argument(
+        "question", nargs="?", metavar="RUN|QUERY", help="the run, as --run; sql: one query"
+    )
     parser.add_argument(
         "--run",
         metavar="RUN[@K]",

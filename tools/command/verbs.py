@@ -86,7 +86,7 @@ SECTIONS: dict[str, tuple[Verb, ...]] = {
             "reprocess",
             "score stored rollouts again, without sampling",
             "tools.reprocess",
-            "--of my_run 'reward.function={type: math, boxed: true}'",
+            "--of my_run 'reward.function={type: math}'",
             "reprocess",
         ),
         Verb(
