@@ -46,12 +46,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SESSION_OPTION = "--session-dir="
 BEGINNING_S = 5.0
 START_TIMEOUT_S = 180.0
+SHOW_AFTER_S = 20.0
+"""Seconds between two lines about a server that is still starting."""
 END_TIMEOUT_S = 45.0
 """A terminated run needs `resources.stop_grace_s` (20 s) for its iteration, then a checkpoint."""
 ENGINE = "prefect.engine"
 """Module with which a worker starts a flow run."""
 POOL = "RLPIPE_POOL"
 """Variable in a worker's environment: its pool. A site that gets a name gets another pool."""
+RAY_STARTED = b"Ray runtime started."
+"""Line of `ray start` after its raylet has joined."""
 MIN_CPUS = 16
 """Ray counts a CPU for each actor. Most actors wait for a GPU or for each other."""
 
@@ -80,13 +84,23 @@ def start(
 
 def wait(servers: LocalServers, name: str, ready: Callable[[], bool]) -> None:
     """Wait until a server is ready. Raises: ResourceError with the end of its log."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while servers.running(name) and time.monotonic() < deadline_s:
+    began_s = time.monotonic()
+    deadline_s = began_s + START_TIMEOUT_S
+    shown_s = began_s + SHOW_AFTER_S
+    while (runs := servers.running(name)) and (now_s := time.monotonic()) < deadline_s:
         if ready():
             return
+        if now_s > shown_s:
+            print(f"starting {name} … {now_s - began_s:.0f} s", flush=True)
+            shown_s += SHOW_AFTER_S
         time.sleep(0.3)
     last = "\n".join(servers.log(name).read_text(errors="replace").splitlines()[-12:])
-    raise ResourceError(f"{name} did not start", where=str(servers.log(name)), found=last)
+    raise ResourceError(
+        f"{name} did not start",
+        where=str(servers.log(name)),
+        found=f"not ready after {START_TIMEOUT_S:.0f} s; its log ends:\n{last}" if runs else last,
+        do="on a busy machine, repeat the command: it continues from here",
+    )
 
 
 def start_s3(servers: LocalServers) -> None:
@@ -154,17 +168,11 @@ def start_ray(servers: LocalServers) -> None:
     ]
     quiet.append(f"--temp-dir={temporary_folder(servers.home)}")
     access = ray_settings(servers.home)
+    log = servers.log("ray")
+    old_bytes = log.stat().st_size if log.exists() else 0
     start(servers, "ray", [*ray, *head, *quiet], [port], {**servers.environment, **access})
-    status = {
-        "args": [*ray, "status", f"--address=127.0.0.1:{port}"],
-        "cwd": ROOT,
-        "env": {**os.environ, **access},
-    }
-    wait(
-        servers,
-        "ray",
-        lambda: subprocess.run(**status, capture_output=True, check=False).returncode == 0,
-    )
+    # `ray status` succeeds as soon as the GCS server answers. The head ends if its raylet is late.
+    wait(servers, "ray", lambda: RAY_STARTED in log.read_bytes()[old_bytes:])
     head = servers.running("ray")
     if head is not None:
         leftovers.sweep()
@@ -360,9 +368,9 @@ def status_text(servers: LocalServers) -> str:
     for name in NAMES:
         process = servers.running(name)
         where = servers.url(name) if process and name != "worker" else ""
-        lines.append(
-            f"  {name:<8} {f'PID {process.pid}' if process else 'down':<12} {where}".rstrip()
-        )
+        absent = "left out" if name in servers.without else "down"
+        state = f"PID {process.pid}" if process else absent
+        lines.append(f"  {name:<8} {state:<12} {where}".rstrip())
     if servers.running("worker"):
         declared = servers.folder / "site.yaml"
         demo = load_site(declared if declared.exists() else None).deployment_name("spell_backward")

@@ -27,6 +27,7 @@ from tools.up import (
     listens_itself,
     session_folders,
     start,
+    start_ray,
     start_s3,
     status_text,
     wait,
@@ -101,10 +102,36 @@ def test_down_ends_children_too(servers: LocalServers):
     assert "worker   down" in status_text(servers)
 
 
+def test_the_state_tells_left_out_servers_from_dead_ones(tmp_path: Path):
+    shown = status_text(LocalServers(tmp_path, ["s3"]))
+    assert "s3       left out" in shown and "ray      down" in shown
+
+
 def test_the_error_of_a_failed_start_has_the_end_of_the_log(servers: LocalServers):
     start(servers, "prefect", ENDS, [4200], {})
     with pytest.raises(ResourceError, match="no such pool"):
         wait(servers, "prefect", lambda: False)
+
+
+def test_a_server_that_is_late_is_shown_and_the_error_says_to_repeat(
+    servers: LocalServers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(up, "SHOW_AFTER_S", 0.1)
+    monkeypatch.setattr(up, "START_TIMEOUT_S", 1.0)
+    start(servers, "prefect", SLEEPS, [4200], {})
+    with pytest.raises(ResourceError, match=r"not ready after 1 s(.|\n)*repeat the command"):
+        wait(servers, "prefect", lambda: False)
+    assert "starting prefect … 0 s" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.integration
+def test_a_ray_head_counts_as_started_once_its_raylet_has_joined(servers: LocalServers):
+    # A line of an earlier head does not count.
+    servers.log("ray").write_bytes(up.RAY_STARTED + b"\n")
+    start_ray(servers)
+    assert servers.log("ray").read_bytes().count(up.RAY_STARTED) == 2
+    assert down(servers) == ["ray"]
 
 
 @pytest.mark.integration
