@@ -21,7 +21,7 @@ from tests.live_engine import Live, live_engine
 from tools.bench import sampling, storing, training
 from tools.bench.bench import Bench, open_bench
 from tools.bench.hf_side import padded
-from tools.bench.iterations import covered, shares
+from tools.bench.iterations import compared, covered, shares
 from tools.bench.measures import Row, alternate, table
 from tools.bench.serving import Serving
 from tools.bench.shapes import SHAPES, hf_config, random_text, tokenizer, trained_batch
@@ -168,6 +168,15 @@ def test_gpus_that_the_run_does_not_use_and_its_warm_up_do_not_count_as_idle(tmp
     assert {moment.gpu for moment in seen} == {"1"} and max(moment.mib for moment in seen) == 400
     assert idle(seen) == pytest.approx(1 / 3)
     assert watch.within(0, 1) == []
+
+
+def test_a_second_run_is_the_baseline_of_each_row_that_both_have():
+    ours = [Row("iteration", "train", "s", (1.0, 2.0)), Row("iteration", "new", "s", (3.0,))]
+    other = [Row("iteration", "train", "s", (2.0, 4.0)), Row("iteration", "old", "s", (5.0,))]
+    found = {row.what: row for row in compared(ours, other, "a=1 b=2")}
+    assert found["train"].ratios == (0.5, 0.5) and found["train"].against == "a=1 b=2"
+    assert (found["new"].ours, found["new"].baseline) == ((3.0,), ())
+    assert (found["old"].ours, found["old"].baseline) == ((), (5.0,))
 
 
 def test_iterations_that_overlap_are_one_stretch():

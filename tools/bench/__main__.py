@@ -8,7 +8,7 @@
 | rollout   | tokens/s of a stage: plan, requests, shards            | the same requests, direct |
 | train     | tokens/s, MFU, memory of scoring and an optimizer step | transformers and torch    |
 | sync      | seconds and GB/s of a push of weights                  | copy of the same bytes    |
-| iteration | seconds by stage, orchestration, idle share of a run   | none                      |
+| iteration | seconds by stage, orchestration, idle share of a run   | `--against` keys, or none |
 | store     | MB/s and bytes a token of shards                       | the same bytes as they are |
 
 Both sides of a ratio run alternately; the table shows the median with the smallest and largest. The
@@ -41,7 +41,7 @@ PARTS: dict[str, Part] = {
         bench, separate=arguments.separate, only=arguments.transports
     ),
     "iteration": lambda bench, arguments: iterations.measure(
-        bench, Path(arguments.run) if arguments.run else None
+        bench, Path(arguments.run) if arguments.run else None, against=arguments.against
     ),
     "store": lambda bench, _: storing.measure(bench),
 }

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Bench:
     seconds: float
     """Measuring time of a part, without starting its processes."""
     repeats: int
+    recipe: Path
+    overrides: tuple[str, ...] = ()
 
     @property
     def model_dir(self) -> Path:
@@ -60,6 +62,11 @@ class Bench:
     @property
     def on_gpus(self) -> bool:
         return torch.cuda.is_available()
+
+    def with_overrides(self, overrides: Sequence[str]) -> Bench:
+        """Return this benchmark with more overrides. Raises: ConfigError."""
+        both = (*self.overrides, *overrides)
+        return replace(self, config=load_run(self.recipe, both, self.config.run), overrides=both)
 
     def ensure_model(self) -> None:
         """Make the model directory unless it exists."""
@@ -95,7 +102,8 @@ def open_bench(
     recipe = home / f"{name}.yaml"
     prompts = write_prompts(shape, home / f"{name}.jsonl")
     recipe.write_text(dump(settings(shape, home / "models" / name, prompts)))
-    return Bench(home, name, shape, load_run(recipe, overrides, f"bench-{name}"), seconds, repeats)
+    config = load_run(recipe, overrides, f"bench-{name}")
+    return Bench(home, name, shape, config, seconds, repeats, recipe, tuple(overrides))
 
 
 def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`iteration`: the times of a run's iterations by stage, from its trace. There is no baseline.
+"""`iteration`: the times of a run's iterations by stage, from its trace, and by part of sync.
 
 The run is a new one of the shape (one optimizer step an iteration, random rewards), started like
 `rlpipe train`, or the run of a given folder. The first iterations do not count (kernels
@@ -11,6 +11,10 @@ load, caches fill), nor does the last, which saves the run.
 The time of an iteration runs from the end of the previous iteration to its own end, so the time
 between two iterations counts for the later one. Iterations with an evaluation are left out. For
 overlapping iterations (`async_buffer_size` > 0) the shares cover the whole stretch of time.
+
+`sync: PART` are the parts of the sync stage, from its records (`rlpipe.system.parts`): a part
+`a/b` is inside the part `a`. With `--against` keys a second run has these keys too, and its values
+are the baseline.
 """
 
 from __future__ import annotations
@@ -20,13 +24,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from rlpipe.config.text import dump
 from rlpipe.errors import DataError, DeadlineExceeded, ResourceError
 from rlpipe.observe.trace import FILE, Work, read_trace, works
+from rlpipe.store.branches import Branches
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
+from rlpipe.store.run_file import get_run, run_path
+from rlpipe.system.compile_caches import FOLDER
+from rlpipe.types import Stage
 from tools.bench.bench import Bench
 from tools.bench.measures import Row
 from tools.bench.utilisation import Watch, idle, watched
@@ -59,16 +69,36 @@ class Shares:
     """Start of the first iteration and end of the last."""
 
 
-def measure(bench: Bench, folder: Path | None = None) -> list[Row]:
+def measure(bench: Bench, folder: Path | None = None, against: Sequence[str] = ()) -> list[Row]:
     """Return the rows of `iteration`.
 
-    `folder`: `{home}/{run}` of an existing run; None: make one.
+    `folder`: `{home}/{run}` of an existing run; None: make one. `against`: overrides of a second
+    run, the baseline.
 
     Raises: DataError for too few iterations; ResourceError if the new run fails; DeadlineExceeded
-    if it does not start.
+    if it does not start; ConfigError.
     """
     if folder is not None:
         return rows(folder, "")
+    found = _new_run(bench)
+    if not against:
+        return found
+    return compared(found, _new_run(bench.with_overrides(against)), " ".join(against))
+
+
+def compared(ours: Sequence[Row], others: Sequence[Row], against: str) -> list[Row]:
+    """Return rows with the values of a second run as the baseline, and rows that only it has."""
+    values = {row.what: row.ours for row in others}
+    both = [replace(row, baseline=values.get(row.what, ()), against=against) for row in ours]
+    names = {row.what for row in ours}
+    only_others = [row for row in others if row.what not in names]
+    return [
+        *both,
+        *(replace(row, ours=(), baseline=row.ours, against=against) for row in only_others),
+    ]
+
+
+def _new_run(bench: Bench) -> list[Row]:
     bench.ensure_model()
     rollout = bench.config.rollout
     lengths = f"{bench.shape.prompt_tokens} + {rollout.rollout_max_response_len} tokens"
@@ -174,9 +204,33 @@ def rows(folder: Path, note: str) -> list[Row]:
     return [
         Row(RUN, "iteration", "s", found.seconds or (found.per_iteration_s,), note=note),
         *stages,
+        *(
+            Row(RUN, f"sync: {part}", "s", seconds)
+            for part, seconds in sync_parts(folder, found.iterations).items()
+        ),
         Row(RUN, "in no stage", "%", (100 * found.in_no_stage,)),
         Row(RUN, "off the GPUs", "%", (100 * found.off_gpus,)),
     ]
+
+
+def sync_parts(folder: Path, iterations: Sequence[int]) -> dict[str, tuple[float, ...]]:
+    """Return the seconds of each part of the sync stage in each iteration, from the run's store.
+
+    {} if the folder has only the trace of a run.
+    """
+    if not run_path(folder.parent, folder.name).exists():
+        return {}
+    store = get_run(folder.parent, folder.name).store
+    files = Files(store)
+    branches = Branches(files)
+    nodes = Nodes(files)
+    parts = [
+        nodes.get(Stage.SYNC, branches.read(folder.name, k).nodes[Stage.SYNC]).outputs.get("parts")
+        or {}
+        for k in iterations
+    ]
+    names = sorted({name for of_one in parts for name in of_one})
+    return {name: tuple(of_one.get(name, 0.0) for of_one in parts) for name in names}
 
 
 def run(bench: Bench, folder: Path) -> Watch:
@@ -186,8 +240,7 @@ def run(bench: Bench, folder: Path) -> Watch:
     """
     say = bench.progress(RUN)
     home = folder.parent
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
+    _clear(home)
     recipe = home / "recipe.yaml"
     log = home / "train.log"
     recipe.write_text(dump(bench.config.model_dump(mode="json")))
@@ -224,6 +277,18 @@ def run(bench: Bench, folder: Path) -> Watch:
         )
     say(f"the run ended, exit status {process.returncode}, see {folder}")
     return watch
+
+
+def _clear(home: Path) -> None:
+    """Remove the run before, but not its compiled kernels: the first start takes minutes more."""
+    home.mkdir(parents=True, exist_ok=True)
+    for path in home.iterdir():
+        if path.name == FOLDER:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _until_started(

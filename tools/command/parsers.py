@@ -496,4 +496,11 @@ def bench() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="iteration: folder `{home}/{run}` of an existing run; else a new run",
     )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        metavar="key=value",
+        default=(),
+        help="iteration: a second run with these keys too, as the baseline",
+    )
     return parser
