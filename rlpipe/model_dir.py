@@ -83,6 +83,21 @@ def model_directory(model: ModelConfig, home: Path, *, seed: int) -> str:
     )
 
 
+def model_directory_if_present(model: ModelConfig, home: Path, *, seed: int) -> str | None:
+    """Return `model_directory`; None if the model must be made, converted or downloaded first.
+
+    Raises: as `model_directory`.
+    """
+    source = model.source
+    if isinstance(source, MadeModel):
+        present = _made_directory(source, home / "models", seed).is_dir()
+    else:
+        present = source.megatron_checkpoint is None and bool(
+            present_directory(source.hf_checkpoint)
+        )
+    return model_directory(model, home, seed=seed) if present else None
+
+
 def model_fingerprint(model_dir: str, cache: Path) -> str:
     """Return the sha256 of a model directory's content. A copy has the same fingerprint.
 
@@ -447,10 +462,8 @@ def _make(source: MadeModel, folder: Path, seed: int) -> Path:
     Made once, under a temporary name that is then renamed.
     """
     function = load_hook(source.maker)
-    recipe = [source.maker.rpartition(":")[2], hook_digest(source.maker), source.arguments, seed]
-    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    target = folder / name
-    partial = folder / f"{name}.partial-{os.getpid()}"
+    target = _made_directory(source, folder, seed)
+    partial = folder / f"{target.name}.partial-{os.getpid()}"
     if target.is_dir():
         return target
     shutil.rmtree(partial, ignore_errors=True)
@@ -479,6 +492,13 @@ def _make(source: MadeModel, folder: Path, seed: int) -> Path:
         if not target.is_dir():
             raise
     return target
+
+
+def _made_directory(source: MadeModel, folder: Path, seed: int) -> Path:
+    """Return the directory of a maker, which may not exist yet."""
+    recipe = [source.maker.rpartition(":")[2], hook_digest(source.maker), source.arguments, seed]
+    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / name
 
 
 def _require_model(directory: Path, maker: str) -> None:

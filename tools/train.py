@@ -20,7 +20,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from rlpipe.config.load import (
@@ -83,6 +82,7 @@ def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
 
     def begin() -> None:
         import_clients()
+        from rlpipe.actors import client
         from rlpipe.actors.ray import local_ray, named
 
         # Once a Prefect server starts too: on two cores they start in the time of one of them.
@@ -90,13 +90,7 @@ def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
             config.resources,
             home(),
             namespace=named.namespace(config.cluster),
-            then=partial(
-                named.begin_actors,
-                config.cluster,
-                config.resources,
-                str(Path.cwd()),
-                engines=config.needs_engines,
-            ),
+            then=partial(client.begin_cluster, config, home()),
         )
 
     code, summary = finish(start, begin=begin, quiet=arguments.quiet)

@@ -15,6 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpipe.actors.drivers import Driver
+from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.engines.fleet import Weights
 from rlpipe.actors.gpu_memory import fitted, gpus_of_nodes, smallest_gpu_bytes
 from rlpipe.actors.ray import named
@@ -24,8 +25,10 @@ from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.ray.local_ray import claim_gpus, connect
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.run import RunConfig
+from rlpipe.data.hub_commits import as_recorded
 from rlpipe.errors import ActorLost, RlpipeError
 from rlpipe.lineage.states import Lineage
+from rlpipe.model_dir import model_directory_if_present
 from rlpipe.observe.terminal import ReportedWaits, waiting_for
 from rlpipe.types import DataState
 
@@ -179,6 +182,31 @@ class Cluster(_DriverHandle):
             await asyncio.to_thread(_end_without_conductor, self._config)
         # not in `Conductor.close`: a conductor that ends itself could not answer the call
         kill_actors([self._actor])
+
+
+def begin_cluster(config: RunConfig, home: Path) -> None:
+    """Start actors and engines of a run on CPUs, with a Ray that this process has just started.
+
+    `open_cluster` finds them. So they import their packages, the largest part of a start, while
+    this process imports the flow. Engines start if the model directory exists, except for a run
+    whose warm start comes first. Another configuration in `open_cluster` restarts them.
+    Raises: as `named.begin_actors`, `as_recorded` and `model_directory_if_present`.
+    """
+    config = placed(config, []).config
+    cwd = str(Path.cwd())
+    engines = named.begin_actors(
+        config.cluster, config.resources, cwd, engines=config.needs_engines
+    )
+    is_simple = not (config.warm_start or config.resources.external_engines)
+    if not engines or not is_simple or config.resources.engine_nodes > 1:
+        return
+    config = placed(as_recorded(config, home), []).config
+    model_dir = model_directory_if_present(config.model, home, seed=config.seed)
+    if model_dir is None:
+        return
+    spec = EngineSpec.of(ClusterSpec(config, str(home), model_dir, ""), config.cluster, None)
+    for engine in engines:
+        engine.start.remote(spec)
 
 
 async def open_cluster(

@@ -1,9 +1,10 @@
-"""A driver without a conductor (rlpipe.actors.client)."""
+"""A driver without a conductor, and before one (rlpipe.actors.client)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from ray.util import list_named_actors
 from rlpipe.actors import client
 from rlpipe.actors.client import Cluster, open_cluster
 from rlpipe.actors.drivers import Driver
+from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.ray import named
 from rlpipe.actors.ray.calls import kill_actors
+from rlpipe.actors.ray.layout import placed
+from rlpipe.actors.specs import ClusterSpec
 from rlpipe.errors import ActorLost, Fenced
 from tests.actors.test_conductor import spec
 
@@ -97,3 +101,41 @@ async def test_open_cluster_starts_another_conductor_if_the_first_ends_at_this_m
         config, epoch=1, home=tmp_path, model_dir="/m", store_root=str(tmp_path / "store")
     )
     assert next(conductors, None) is None
+
+
+class Engine:
+    """Replaces an engine's actor; records the settings of its start."""
+
+    def __init__(self) -> None:
+        self.specs: list[EngineSpec] = []
+
+    @property
+    def start(self) -> Any:
+        return SimpleNamespace(remote=self.specs.append)
+
+
+@pytest.mark.parametrize(
+    ("model_dir", "changes", "starts"),
+    [
+        ("model", {}, True),
+        (None, {}, False),
+        ("model", {"warm_start": "first"}, False),
+    ],
+)
+def test_engines_start_early_with_the_settings_of_the_conductor(
+    model_dir: str | None,
+    changes: dict[str, Any],
+    starts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = spec(tmp_path).config
+    config = config.model_copy(update=changes)
+    engines = [Engine(), Engine()]
+    monkeypatch.setattr(named, "begin_actors", lambda *_, **__: engines)
+    monkeypatch.setattr(client, "as_recorded", lambda config, _home: config)
+    monkeypatch.setattr(client, "model_directory_if_present", lambda *_, **__: model_dir)
+    client.begin_cluster(config, tmp_path)
+    opened = ClusterSpec(placed(config, []).config, str(tmp_path), "model", "store")
+    wanted = [EngineSpec.of(opened, config.cluster, None)] if starts else []
+    assert [engine.specs for engine in engines] == [wanted, wanted]

@@ -16,7 +16,8 @@ import pytest
 
 import flows.train
 from deployments.recipes.tiny_models import character_tokenizer
-from rlpipe.actors.ray import local_ray, named
+from rlpipe.actors import client
+from rlpipe.actors.ray import local_ray
 from rlpipe.config.load import home, load_run
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import EngineUnavailable
@@ -436,7 +437,7 @@ class Flow:
         return self.ends
 
     def begin(self, *_: Any, namespace: str, then: Any) -> None:
-        self.log.append((namespace, then.func, then.args[0], then.keywords))
+        self.log.append((namespace, then.func, then.args[0].run))
 
     async def drain(self) -> None:
         self.log.append("drained")
@@ -499,5 +500,5 @@ def test_the_exit_code_tells_the_end_of_the_run(
     output = capsys.readouterr()
     assert (output.err if code else output.out).startswith(printed)
     assert (output.out if code else output.err) == ""
-    began = [("rlpipe-mine", named.begin_actors, "mine", {"engines": True})] * 2
+    began = [("rlpipe-mine", client.begin_cluster, "mine")] * 2
     assert flow.log == [*began, ("r", ["seed=1"], "mine", False), "drained", "server ended"]

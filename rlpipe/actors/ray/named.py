@@ -134,23 +134,25 @@ class NamedActors:
         )
 
 
-def begin_actors(cluster: str, resources: ResourcesConfig, cwd: str, *, engines: bool) -> None:
+def begin_actors(
+    cluster: str, resources: ResourcesConfig, cwd: str, *, engines: bool
+) -> list[ActorHandle]:
     """Start conductor, ranks and engines of a Ray that this process has just started.
 
     They import their packages while this process imports the flow. `Conductor.open` finds them by
-    name. Nothing starts on GPUs, which the run has not locked yet (`claim_gpus`). Raises: as
-    `NamedActors.reserve`.
+    name. Nothing starts on GPUs, which the run has not locked yet (`claim_gpus`). Return the
+    engines. Raises: as `NamedActors.reserve`.
     """
     actors = NamedActors(cluster, resources, cwd)
     if actors.placement.on_gpus:
-        return
+        return []
     actors.reserve(engines=engines)
-    if engines:
-        for number, node in product(range(resources.num_engines), range(resources.engine_nodes)):
-            actors.engine(number, node)
+    servers = product(range(resources.num_engines), range(resources.engine_nodes))
+    started = [actors.engine(number, node) for number, node in servers] if engines else []
     for rank, _ in enumerate(rank_names(resources)):
         actors.trainer(rank)
     conductor(cluster, cwd)
+    return started
 
 
 def find_or_start(

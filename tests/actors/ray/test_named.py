@@ -27,8 +27,10 @@ class Actors:
     def reserve(self, *, engines: bool) -> None:
         self.started.append("engines fit" if engines else "fits")
 
-    def engine(self, number: int, node: int) -> None:
-        self.started.append(("engine", number, node))
+    def engine(self, number: int, node: int) -> tuple[str, int, int]:
+        engine = ("engine", number, node)
+        self.started.append(engine)
+        return engine
 
     def trainer(self, rank: int) -> None:
         self.started.append(("rank", rank))
@@ -57,5 +59,6 @@ def test_all_actors_start_except_on_gpus_that_are_not_locked(
     actors = Actors(on_gpus)
     monkeypatch.setattr(named, "NamedActors", actors)
     monkeypatch.setattr(named, "conductor", actors.conductor)
-    begin_actors("mine", RESOURCES, "here", engines=engines)
+    returned = begin_actors("mine", RESOURCES, "here", engines=engines)
     assert actors.started == started
+    assert returned == [one for one in started if one in ENGINES]
