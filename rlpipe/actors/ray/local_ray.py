@@ -138,7 +138,8 @@ def _connect(resources: ResourcesConfig, home: Path, namespace: str) -> None:
         lines = [
             *([f"the Ray in use has died: {dead.where}, {dead.found}"] if dead else []),
             f"{address or 'a local cluster'}: {error}",
-            *([str(error.__cause__)] if error.__cause__ else []),
+            # Ray repeats the message of some causes.
+            *([str(error.__cause__)] if str(error.__cause__ or error) != str(error) else []),
         ]
         raise ResourceError(
             "Ray did not start or cannot be reached",
