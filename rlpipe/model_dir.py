@@ -2,7 +2,8 @@
 
 `model_directory` returns the directory of `model.source`, `given_directory` that of another key,
 `directory_here` the directory on the node of an actor. The `check_…` functions read configuration,
-tokenizer files and safetensors headers, never weights.
+tokenizer files and safetensors headers, never weights. One file because the checks are part of
+finding a directory.
 """
 
 from __future__ import annotations

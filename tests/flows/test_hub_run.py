@@ -50,3 +50,6 @@ def test_a_run_records_the_commits_and_continues_without_a_network(tmp_path: Pat
     with LiveRun(home, *words, environment=offline) as run:
         assert run.finish(540) == 0, run.output
     assert "hub 2/2" in run.output
+    # The engine that starts during the imports has the settings of the run, so it is kept.
+    log = (home / "hub" / "logs" / "engine-0.log").read_text()
+    assert log.count("server_args=") == 2, "one for each start of the run"
