@@ -67,7 +67,9 @@ def test_wrong_input_is_refused_before_a_server_starts(
 
 
 @pytest.mark.integration
-def test_an_interrupted_reprocessing_continues_and_prints_differences(home: Path):
+def test_an_interrupted_reprocessing_continues_and_prints_differences(
+    home: Path, prefect_server: str
+):
     asked = reprocessing(home, of="run", run="new", overrides=[other(home)])
 
     async def begun() -> None:
@@ -81,7 +83,7 @@ def test_an_interrupted_reprocessing_continues_and_prints_differences(home: Path
     done = subprocess.run(
         [sys.executable, "-m", "tools.reprocess", *words],
         cwd=REPOSITORY,
-        env=os.environ,
+        env=os.environ | {"PREFECT_API_URL": prefect_server},
         capture_output=True,
         text=True,
         timeout=300,
