@@ -255,6 +255,9 @@ def _check_other_models(config: RunConfig, model_dir: Path | None, home: Path) -
     then Megatron checkpoints wait for the start. Raises: ConfigError; errors of the conversion.
     """
     sources = weight_sources(config)
+    if model_dir is not None:
+        for source in sources.values():
+            adam_directory(source, str(model_dir), home)
     sources.pop("policy", None)
     for role, source in sources.items():
         if source.checkpoint is not None and model_dir is None:
@@ -264,8 +267,6 @@ def _check_other_models(config: RunConfig, model_dir: Path | None, home: Path) -
         check_weights(path, source.key)
         if role == "reference" and model_dir is not None:
             check_shapes(path, model_dir, source.key)
-    if model_dir is not None:
-        adam_directory(config.model, str(model_dir), home)
 
 
 def _check_model(config: RunConfig, directory: Path) -> None:

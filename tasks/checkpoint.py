@@ -90,7 +90,7 @@ def checkpoint_due(ctx: RunContext, k: int) -> bool:
     refreshed = refresh is not None and (k + 1) % refresh == 0
     return (
         refreshed
-        or (k + 1) % ctx.config.checkpoint.save_interval == 0
+        or (ctx.config.start_rollout_id + k + 1) % ctx.config.checkpoint.save_interval == 0
         or k + 1 == ctx.config.num_rollout
     )
 

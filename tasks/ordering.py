@@ -156,7 +156,8 @@ def evaluation_due(config: RunConfig, version: int) -> bool:
     if version == 0:
         return not config.evaluation.skip_eval_before_train
     interval = config.evaluation.eval_interval
-    return version == config.num_rollout or (interval is not None and version % interval == 0)
+    done = config.start_rollout_id + version
+    return version == config.num_rollout or (interval is not None and done % interval == 0)
 
 
 def evaluates_concurrently(ctx: RunContext, version: int) -> bool:

@@ -31,6 +31,7 @@ from rlpipe.algorithms.advantages import CustomEstimator, ScoredBatch, estimate
 from rlpipe.algorithms.values import Estimates
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.algorithms import AdvantageConfig
+from rlpipe.config.hooks import rollout_id
 from rlpipe.errors import DataError
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.columns import hook_names
@@ -194,7 +195,11 @@ def _postprocessed(
         parts = columns.split(column)
         rollout_data[name] = [torch.from_numpy(part.astype(np.float32)) for part in parts]
     estimates, mask = custom.postprocessed(
-        function, hook_args, iteration, rollout_data, columns.response_lengths
+        function,
+        hook_args,
+        rollout_id(hook_args, iteration),
+        rollout_data,
+        columns.response_lengths,
     )
     return columns.with_columns(
         advantages=estimates.advantages,

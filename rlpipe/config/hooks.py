@@ -100,6 +100,11 @@ def load_positional(path: str, parameters: Sequence[str], key: str) -> Callable[
     return hook
 
 
+def rollout_id(args: Any, iteration: int) -> int:
+    """Return the number of an iteration for user functions: slime's, after `start_rollout_id`."""
+    return getattr(args, "start_rollout_id", 0) + iteration
+
+
 def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
     """True if the hook has a parameter of this name, or accepts any keyword."""
     try:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlpipe.config.hooks import load_positional
+from rlpipe.config.hooks import load_positional, rollout_id
 from rlpipe.config.train import TrainConfig
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -70,11 +70,12 @@ class MegatronHooks:
         self._call("custom_megatron_before_log_prob_hook_path", model, store_prefix)
 
     def before_train_step(
-        self, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
+        self, iteration: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
     ) -> None:
-        """Call the hook that precedes optimizer step `step_id` of iteration `rollout_id`."""
+        """Call the hook that precedes optimizer step `step_id` of an iteration."""
         key = "custom_megatron_before_train_step_hook_path"
-        self._call(key, rollout_id, step_id, model, optimizer, scheduler)
+        number = rollout_id(self._args, iteration)
+        self._call(key, number, step_id, model, optimizer, scheduler)
 
     def _call(self, key: str, *arguments: Any) -> None:
         if key in self._hooks:

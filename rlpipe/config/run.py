@@ -139,6 +139,10 @@ class RunConfig(Config):
     refused for new runs, because they are folders of the home."""
     num_rollout: int = Tuning(..., ge=0, le=99_999_999)
     """Number of iterations. Commits are numbered with eight digits."""
+    start_rollout_id: int = Field(default=0, ge=0)
+    """Iterations that slime has done before this run. User functions, `checkpoint.save_hf` and the
+    intervals of checkpoints and evaluations count from here. The store and messages count from
+    0."""
     stop_when: StopCondition | None = Tuning(None)
     """Condition to end earlier; None: no condition."""
     seed: int = 0

@@ -177,6 +177,9 @@ class CriticConfig(Config):
     value head, which is taken; that of a policy has none. None: as `hf_checkpoint` says."""
     megatron_checkpoint_step: int | None = None
     """Iteration to take if `megatron_checkpoint` is a parent of several; None: the newest."""
+    megatron_optimizer: bool = False
+    """Continue with the optimizer state of `megatron_checkpoint` and its position in the learning
+    rate schedule, as `model.source.megatron_optimizer` does for the policy."""
     optimizer: OptimizerConfig | None = None
     """Adam and its schedule; None: the policy's `train.optimizer`."""
     lr: float | None = Field(default=None, ge=0, le=LARGEST_LR)
@@ -193,6 +196,12 @@ class CriticConfig(Config):
     num_critic_only_steps: int = Field(default=0, ge=0)
     """Iterations at the start of the run that train only the critic, counted by weight version. The
     policy's learning rate schedule starts after them."""
+
+    @model_validator(mode="after")
+    def _optimizer_has_a_checkpoint(self):
+        if self.megatron_optimizer and self.megatron_checkpoint is None:
+            raise ValueError("megatron_optimizer needs megatron_checkpoint, which has its state")
+        return self
 
     def resolved_optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
         """Return the critic's Adam and schedule; `policy` is the policy's optimizer."""
@@ -323,8 +332,9 @@ class CheckpointConfig(Config):
     """Newest checkpoints that stay on local disk after they are in the store."""
     save_hf: str | None = Tuning(None)
     """Write the weights of each checkpoint as a Hugging Face directory too: a local path with
-    `{rollout_id}` for the iteration. A directory that exists already is kept. None: no directory;
-    `rlpipe convert dist2hf --of RUN@K` converts any saved iteration later."""
+    `{rollout_id}` for the iteration, counted from `start_rollout_id`. A directory that exists
+    already is kept. None: no directory; `rlpipe convert dist2hf --of RUN@K` converts any saved
+    iteration later."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of writing one checkpoint."""
 

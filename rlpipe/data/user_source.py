@@ -9,8 +9,9 @@
 
 Neither needs to be deterministic: the plan records what was drawn, and a retry reads the plan. A
 new process restores a source to the branch's position: by `load`, otherwise by drawing and
-discarding as many groups as the branch has drawn. The run has its own buffer and never calls
-`add_samples`.
+discarding as many groups as the branch has drawn. A run that continues iterations of slime
+(`start_rollout_id`) first calls `load` with the last of them. The run has its own buffer and never
+calls `add_samples`.
 
 A sample of a source needs a prompt, which is encoded like the prompt of a row.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlpipe.config.guard import error_text, guarded
-from rlpipe.config.hooks import accepts_keyword, check_call, load_hook
+from rlpipe.config.hooks import accepts_keyword, check_call, load_hook, rollout_id
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.types import Sample
@@ -56,6 +57,8 @@ class CustomSource:
         check_call(self._class, args, path=path, key=key, expected=expected)
         self._source: Any = self._call("", self._class, args)
         self._position = 0
+        self._began = False
+        """True after the first draw of this instance."""
 
     @property
     def user(self) -> Any:
@@ -72,7 +75,7 @@ class CustomSource:
         groups = self._get_groups(number)
         self._position += number
         if hasattr(self._source, "save"):
-            self._call("save", self._source.save, iteration)
+            self._call("save", self._source.save, rollout_id(self._args, iteration))
         return [
             _prompt_row(group, f"{self._path} group {drawn + offset}")
             for offset, group in enumerate(groups)
@@ -84,9 +87,13 @@ class CustomSource:
         if self._position > drawn:
             self._source = self._call("", self._class, self._args)
             self._position = 0
-        if self._position < drawn and hasattr(self._source, "load"):
-            self._call("load", self._source.load, iteration - 1)
+            self._began = False
+        number = rollout_id(self._args, iteration)
+        continues_slime = not self._began and number > iteration
+        if (self._position < drawn or continues_slime) and hasattr(self._source, "load"):
+            self._call("load", self._source.load, number - 1)
             self._position = drawn
+        self._began = True
         while self._position < drawn:
             self._position += len(self._get_groups(min(DISCARD_BATCH, drawn - self._position)))
 
@@ -214,7 +221,8 @@ class BufferFilter:
     def _arguments(
         self, iteration: int, buffer: list[list[Sample]], number: int
     ) -> tuple[Any, ...]:
-        return (self._args, *([iteration] if self._takes_rollout_id else []), buffer, number)
+        numbers = [rollout_id(self._args, iteration)] if self._takes_rollout_id else []
+        return (self._args, *numbers, buffer, number)
 
 
 def _group_ids(groups: Any, where: str) -> list[str]:

@@ -2,7 +2,7 @@
 
     weight_sources(config)           role → path, iteration and configuration key
     local_directory(source, ...)     the weights as a Hugging Face directory on this node
-    adam_directory(config, ...)      the policy's optimizer state
+    adam_directory(source, ...)      the optimizer state that a run continues
     source_record(source, ...)       path, iteration and sha256, for the node of the first weights
     prompts_record(config, ...)      the same of slime's position in the prompts
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.model import HuggingFaceModel, ModelConfig
+from rlpipe.config.model import HuggingFaceModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import contents_digest, given_directory, model_fingerprint, read_object
@@ -57,6 +57,8 @@ class WeightSource:
     """Iteration of the Megatron checkpoint; None: the newest."""
     origin: str | None = None
     """Model directory with the architecture of a Megatron checkpoint; None: the policy's."""
+    optimizer: bool = False
+    """True if the run continues the optimizer state of the Megatron checkpoint."""
 
     @property
     def checkpoint(self) -> Path | None:
@@ -75,6 +77,7 @@ def weight_sources(config: RunConfig) -> dict[str, WeightSource]:
             "model.source.megatron_checkpoint",
             model.megatron_checkpoint,
             model.megatron_checkpoint_step,
+            optimizer=model.megatron_optimizer,
         )
     reference = config.reference
     if config.advantage.reference and reference.ref_load is not None:
@@ -88,6 +91,7 @@ def weight_sources(config: RunConfig) -> dict[str, WeightSource]:
             critic.megatron_checkpoint,
             critic.megatron_checkpoint_step,
             critic.hf_checkpoint,
+            critic.megatron_optimizer,
         )
     elif config.uses_critic and critic.hf_checkpoint is not None:
         sources["critic"] = WeightSource("critic.hf_checkpoint", critic.hf_checkpoint)
@@ -110,13 +114,10 @@ def local_directory(source: WeightSource, model_dir: str, home: Path) -> str:
     checkpoint = source.checkpoint
     if checkpoint is None and not source.key.endswith("megatron_checkpoint"):
         return str(given_directory(source.path, source.key))
-    origin = Path(model_dir)
-    if source.origin is not None:
-        origin = given_directory(source.origin, source.key)
     return str(
         converted_directory(
             checkpoint or _absolute(source.path),
-            origin,
+            _origin(source, model_dir),
             home / MODELS,
             step=source.step,
             key=source.key,
@@ -124,24 +125,27 @@ def local_directory(source: WeightSource, model_dir: str, home: Path) -> str:
     )
 
 
-def adam_directory(model: ModelConfig, model_dir: str, home: Path) -> str | None:
+def adam_directory(source: WeightSource | None, model_dir: str, home: Path) -> str | None:
     """Return the folder of the optimizer state that a run continues; None if it starts fresh.
 
     It is converted once, into `home`. Raises: as `local_directory`.
     """
-    source = model.source
-    if not isinstance(source, HuggingFaceModel) or not source.megatron_optimizer:
+    if source is None or not source.optimizer:
         return None
-    assert source.megatron_checkpoint is not None
     return str(
         converted_adam_state(
-            _absolute(source.megatron_checkpoint),
-            Path(model_dir),
+            _absolute(source.path),
+            _origin(source, model_dir),
             home / MODELS,
-            step=source.megatron_checkpoint_step,
-            key="model.source.megatron_optimizer",
+            step=source.step,
+            key=source.key.replace("megatron_checkpoint", "megatron_optimizer"),
         )
     )
+
+
+def _origin(source: WeightSource, model_dir: str) -> Path:
+    """Return the directory with the architecture of a Megatron checkpoint."""
+    return Path(model_dir) if source.origin is None else given_directory(source.origin, source.key)
 
 
 def source_record(source: WeightSource, home: Path) -> dict[str, Any]:
@@ -196,6 +200,8 @@ def decisive_digests(config: RunConfig, records: Mapping[str, Mapping[str, Any]]
     model = config.model.source
     if isinstance(model, HuggingFaceModel) and model.megatron_optimizer:
         digests["optimizer"] = records["policy"]["sha256"]
+    if config.uses_critic and config.critic.megatron_optimizer:
+        digests["critic's optimizer"] = records["critic"]["sha256"]
     if "reference" in records:
         digests["reference"] = records["reference"]["sha256"]
     if (position := config.data.slime_position) is not None:

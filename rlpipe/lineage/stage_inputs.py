@@ -201,6 +201,7 @@ def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
                 "hf_checkpoint",
                 "megatron_checkpoint",
                 "megatron_checkpoint_step",
+                "megatron_optimizer",
                 "parallel",
             ),
             "optimizer": _critic_optimizer(config).identity(),

@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlpipe.config.hooks import check_call, load_hook
+from rlpipe.config.hooks import check_call, load_hook, rollout_id
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError, HookError
 from rlpipe.types import Sample
@@ -60,14 +60,16 @@ class LogFunctions:
         self, k: int, samples: Sequence[Sample], metrics: Mapping[str, float], seconds: float
     ) -> bool:
         """Log an iteration's rollout; true if no other sink should log it. Raises: HookError."""
-        return self._call(ROLLOUT, k, self._args, list(samples), dict(metrics), seconds)
+        number = rollout_id(self._args, k)
+        return self._call(ROLLOUT, number, self._args, list(samples), dict(metrics), seconds)
 
     def evaluation(
         self, version: int, samples: Mapping[str, Sequence[Sample]], metrics: Mapping[str, float]
     ) -> bool:
         """Log an evaluation; `samples` by name of the held-out set. Otherwise as `rollout`."""
         data = {name: _slime_data(rows) for name, rows in samples.items()}
-        return self._call(EVALUATION, version, self._args, data, dict(metrics))
+        number = rollout_id(self._args, version)
+        return self._call(EVALUATION, number, self._args, data, dict(metrics))
 
     def _call(self, key: str, *arguments: Any) -> bool:
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp.web import RouteDef
 
 from rlpipe.config.arguments.check import size_of
+from rlpipe.config.hooks import rollout_id
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import RlpipeError
@@ -449,7 +450,7 @@ class _WithSampleHooks:
                 self.args,
                 row,
                 self.limits,
-                rollout_id=self.context.iteration,
+                rollout_id=rollout_id(self.args, self.context.iteration),
                 evaluation=self.context.evaluation,
             )
         except RlpipeError as error:

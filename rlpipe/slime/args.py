@@ -128,7 +128,9 @@ def _derived(config: RunConfig) -> dict[str, Any]:
         "hf_checkpoint": model,
         "ref_load": config.reference.ref_load or model,
         "load": config.flags.get("load", config.store.root),
-        "save": config.store.root,
+        "num_rollout": config.start_rollout_id + config.num_rollout,
+        "start_rollout_id": config.start_rollout_id,
+        "save": config.flags.get("save", config.store.root),
         "critic_load": config.critic.megatron_checkpoint
         or config.critic.hf_checkpoint
         or config.flags.get("critic_load"),

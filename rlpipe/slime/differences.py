@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlpipe.slime.model_flags import continues_optimizer, trained_prediction_layers
+from rlpipe.slime.model_flags import (
+    continues_critic,
+    continues_optimizer,
+    trained_prediction_layers,
+)
 from rlpipe.slime.reward_flags import follows_teacher_only
 
 Values = Mapping[str, Any]
@@ -90,8 +94,13 @@ _DIFFERENCES: tuple[tuple[Callable[[Values], Any], str], ...] = (
         "slime's bounds of the KL in the first step and of its own tests are not checked",
     ),
     (
-        lambda values: continues_optimizer(values) and _has_estimator(values, "ppo"),
-        "--load: the critic's optimizer starts fresh",
+        lambda values: (
+            continues_optimizer(values)
+            and _has_estimator(values, "ppo")
+            and not continues_critic(values)
+        ),
+        "--load: the critic's optimizer starts fresh, because no checkpoint of a critic is in the "
+        "critic's --load (--megatron-config-path)",
     ),
     (
         lambda values: _has_estimator(values, "cispo") and values.get("eps_clip", 0.2) < 1,

@@ -78,6 +78,8 @@ def keys_of(flags: ParsedFlags) -> Keys:
     for convert in _CONVERTERS:
         keys |= convert(values)
     keys |= _continued_prompts(flags, values)
+    if done := iterations_done(values):
+        keys["start_rollout_id"] = done
     if "rollout_function_path" in values:
         keys |= _rollout_function(values)
     if (function := reward_function(values)) is not None and "reward.function" not in keys:
@@ -131,11 +133,13 @@ def differences(flags: ParsedFlags) -> list[str]:
         prompts = (
             "prompts continue after those that slime has drawn"
             if continued
+            else "`load` of --data-source-path decides the position in the prompts"
+            if _has_own_source(values)
             else "prompts start from the beginning of the data"
         )
         sentences.append(
-            f"--load: {done} iterations of --num-rollout are done. This run has the others, and "
-            f"counts them from 0; {prompts}"
+            f"--load: {done} iterations of --num-rollout are done. This run has the others. Its "
+            f"store and messages count them from 0; {prompts}"
         )
         if continued and (files := other_prompts(values)) is not None:
             sentences.append(
@@ -179,7 +183,7 @@ def _role_overrides(values: Values) -> dict[str, Any]:
         role = entry.get("role")
         for name, value in (entry.get("overrides") or entry.get("args") or {}).items():
             flag = CRITIC_FLAGS.get(name) if role == "critic" else name
-            if flag not in FLAGS or FLAGS[flag].effect not in ("to", "built"):
+            if flag not in FLAGS or FLAGS[flag].effect not in ("to", "built", "neutral"):
                 raise ConfigError(
                     f"no setting of the {'critic' if role == 'critic' else 'policy'} alone",
                     where=f"{option}: {path}: {role}",
@@ -228,10 +232,14 @@ def _continued_prompts(flags: ParsedFlags, values: Values) -> Keys:
 
     {} if a data source of the user draws them, or an override sets the position.
     """
-    path = values.get("data_source_path")
-    is_users = path is not None and not _is_default_function(path)
     is_set = any(word.startswith("data.slime_position") for word in flags.overrides)
-    return {} if is_users or is_set else prompt_position(values)
+    return {} if is_set or _has_own_source(values) else prompt_position(values)
+
+
+def _has_own_source(values: Values) -> bool:
+    """True if a data source of the user draws prompts."""
+    path = values.get("data_source_path")
+    return path is not None and not _is_default_function(path)
 
 
 def _prompts(values: Values) -> Keys:

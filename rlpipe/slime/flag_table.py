@@ -176,7 +176,7 @@ SLIME: tuple[Flag, ...] = (
     ),
     to("metadata_key", "str", "metadata", "data.prompts.metadata_key"),
     to("tool_key", "str", "tools", "data.prompts.tool_key"),
-    built("start_rollout_id", "int", None, "num_rollout"),
+    built("start_rollout_id", "int", None, "start_rollout_id"),
     to("rollout_batch_size", "int", None, "rollout.rollout_batch_size"),
     to("n_samples_per_prompt", "int", 1, "rollout.n_samples_per_prompt"),
     to("global_batch_size", "int", None, "train.global_batch_size"),

@@ -95,12 +95,18 @@ def continues_optimizer(values: Values) -> bool:
 def iterations_done(values: Values) -> int:
     """Return the iterations of --num-rollout that were trained before, as in slime.
 
-    The first one to train is --start-rollout-id, or follows the checkpoint in --load.
+    The first one to train is --start-rollout-id, or follows the checkpoint in --load. With a critic
+    it follows that of the critic, which also trains where the policy does not.
     """
     if values.get("start_rollout_id") is not None:
         return values["start_rollout_id"]
     iteration = _loaded_iteration(values)
-    return 0 if iteration is None or values.get("finetune") else iteration + 1
+    if iteration is None or values.get("finetune"):
+        return 0
+    of_critic = None
+    if values.get("advantage_estimator") == "ppo":
+        of_critic = _critic_iteration(values)
+    return (iteration if of_critic is None else of_critic) + 1
 
 
 def prompt_position(values: Values) -> Keys:
@@ -200,8 +206,27 @@ def _critic(values: Values) -> Keys:
     if _is_model(load):
         return {"critic.hf_checkpoint": load}
     if "://" not in load and is_megatron_checkpoint(Path(load)):
-        return {"critic.megatron_checkpoint": str(Path(load).absolute())}
+        keys: Keys = {
+            "critic.megatron_checkpoint": str(Path(load).absolute()),
+            "critic.megatron_checkpoint_step": values.get("ckpt_step"),
+        }
+        return keys | ({"critic.megatron_optimizer": True} if continues_critic(values) else {})
     return {}
+
+
+def continues_critic(values: Values) -> bool:
+    """True if the run continues the optimizer state of the checkpoint in --critic-load."""
+    fresh = values.get("finetune") or values.get("no_load_optim")
+    return not fresh and _critic_iteration(values) is not None
+
+
+def _critic_iteration(values: Values) -> int | None:
+    """Return the iteration of the checkpoint in --critic-load; None without one."""
+    load = values.get("critic_load")
+    if not load or "://" in load or not is_megatron_checkpoint(Path(load)):
+        return None
+    step = values.get("ckpt_step")
+    return find_checkpoint(Path(load), step, key="--critic-load").iteration
 
 
 def _is_model(path: str) -> bool:

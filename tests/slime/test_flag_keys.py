@@ -485,7 +485,7 @@ def test_a_file_of_roles_sets_the_policy_and_the_critic(tmp_path: Path):
     file = tmp_path / "roles.yaml"
     file.write_text(
         "megatron:\n"
-        "- {name: default, role: critic, overrides: {lr: 1e-5}}\n"
+        "- {name: default, role: critic, overrides: {lr: 1e-5, save: /critic}}\n"
         "- {name: default, role: actor, overrides: {lr: 1e-6, clip_grad: 0.5}}\n"
     )
     assert keys(f"--lr 1 --megatron-config-path {file}") == {

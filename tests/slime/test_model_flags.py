@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -166,13 +167,20 @@ def test_save_hf_sets_the_directories_of_exported_weights():
 
 
 def test_a_critic_starts_from_a_model_directory_or_continues_with_its_run(tmp_path: Path):
-    critic = tmp_path / "critic"
-    critic.mkdir()
-    (critic / "latest_checkpointed_iteration.txt").touch()
+    critic = slime_folder(tmp_path / "critic")
+    weights = {"critic.megatron_checkpoint": str(critic), "critic.megatron_checkpoint_step": None}
     for save in ("/elsewhere", critic):
         found = keys(f"--critic-load {critic} --critic-save {save}")
-        assert found == {"critic.megatron_checkpoint": str(critic)}
-    (critic / "latest_checkpointed_iteration.txt").unlink()
+        assert found == weights | {"critic.megatron_optimizer": True}
+    for fresh in ("--finetune", "--no-load-optim"):
+        assert keys(f"--critic-load {critic} {fresh}") == weights
+    # slime counts iterations by the critic, which also trains where the policy does not.
+    load = slime_folder(tmp_path / "run", 18)
+    words = f"{BASE} --load {load} --critic-load {critic}"
+    assert iterations_done(read_flags(words.split()).own) == 19
+    assert iterations_done(read_flags(f"{words} --advantage-estimator ppo".split()).own) == 21
+    shutil.rmtree(critic)
+    critic.mkdir()
     assert keys(f"--critic-load {critic} --critic-save {critic}") == {}
     (critic / "config.json").write_text("{}")
     assert keys(f"--critic-load {critic} --hf-checkpoint {critic}").keys() == {"model.source"}

@@ -130,8 +130,12 @@ def _leave_out(arguments: argparse.Namespace, done: int) -> None:
         )
     optimizer = config.train.optimizer
     if optimizer.lr_decay_style != "constant" and optimizer.lr_decay_steps is None:
-        steps = config.total_optimizer_steps
+        # As in slime: all iterations, also those that train only the critic.
+        steps = config.num_rollout * config.num_steps_per_rollout
         arguments.overrides.append(f"train.optimizer.lr_decay_steps={steps}")
+    if critic_only := config.critic.num_critic_only_steps:
+        left = max(0, critic_only - done)
+        arguments.overrides.append(f"critic.num_critic_only_steps={left}")
     arguments.overrides.append(f"num_rollout={config.num_rollout - done}")
 
 

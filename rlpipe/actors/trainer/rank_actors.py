@@ -270,10 +270,12 @@ class TrainerRank(Rank[MegatronEngine]):
         engine, spec = self._ready()
         if spec.adam_dir is not None:
             engine.load_adam_state(spec.adam_dir)
+        if spec.critic_adam_dir is not None and not spec.critic_ranks:
+            engine.load_critic_adam_state(spec.critic_adam_dir)
 
     def _export(self, version: int) -> None:
         engine, spec = self._ready()
-        directory = spec.checkpoint.hf_directory(version - 1)
+        directory = spec.checkpoint.hf_directory(spec.start_rollout_id + version - 1)
         if directory is not None and version > 0:
             engine.export(directory)
 
@@ -342,6 +344,12 @@ class CriticRank(Rank[CriticEngine]):
             deterministic=spec.deterministic,
             hooks=MegatronHooks(spec.train, spec.hook_args),
         )
+
+    def _load_first(self, start_from: str | None) -> None:
+        super()._load_first(start_from)
+        engine, spec = self._ready()
+        if spec.critic_adam_dir is not None:
+            engine.load_adam_state(spec.critic_adam_dir)
 
     def _load_reference(self, lineage: Lineage) -> None:
         """Do nothing: the policy's ranks hold the reference."""

@@ -70,6 +70,10 @@ class TrainerSpec:
     adam_dir: str | None = None
     """Optimizer state of another run that this run continues, on this node (`here`). None: Adam
     starts fresh."""
+    critic_adam_dir: str | None = None
+    """The same for the critic."""
+    start_rollout_id: int = field(default=0, compare=False)
+    """Number of the first iteration in names of Hugging Face directories."""
     reference_dir: str | None = None
     """Model directory of the first reference on this node (`here`); None: the first weights."""
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), compare=False)
@@ -114,6 +118,7 @@ class TrainerSpec:
             deterministic=config.deterministic,
             observe=config.observe,
             hook_args=slime_args(config) if _has_user_functions(config) else None,
+            start_rollout_id=config.start_rollout_id,
             checkpoint=config.checkpoint,
             upload_timeout_s=config.checkpoint.timeout_s,
         )
@@ -148,7 +153,8 @@ class TrainerSpec:
             model_dir=model_dir,
             critic=critic,
             teacher=teacher,
-            adam_dir=adam_directory(self.model, model_dir, home),
+            adam_dir=adam_directory(self.sources.get("policy"), model_dir, home),
+            critic_adam_dir=adam_directory(self.sources.get("critic"), model_dir, home),
             reference_dir=paths.get("reference"),
         )
 

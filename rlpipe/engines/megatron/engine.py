@@ -259,6 +259,14 @@ class MegatronEngine(MegatronRank):
         self._memory.require("optimizer")
         checkpoint.load_adam_state(self.trained, folder)
 
+    def load_critic_adam_state(self, folder: str | Path) -> None:
+        """Restore the optimizer state and schedule of the critic in these ranks.
+
+        Arguments as `load_adam_state`. Raises: TrainerError without such a critic.
+        """
+        self._memory.require("optimizer")
+        checkpoint.load_adam_state(self.critic.trained, folder)
+
     def load_reference(self, directory: str | Path) -> None:
         """Keep a checkpoint's weights as the reference policy.
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlpipe.config.data import RewardConfig
-from rlpipe.config.hooks import ROLLOUT_NAMES, check_call, load_hook
+from rlpipe.config.hooks import ROLLOUT_NAMES, check_call, load_hook, rollout_id
 from rlpipe.errors import DeadlineExceeded, HookError
 from rlpipe.rollout.generate import FINISHED
 from rlpipe.rollout.hooks.data_source_view import DataSourceView
@@ -162,8 +162,9 @@ class RolloutFunction:
         where = f"{self.path} in {what} {self.iteration}"
         try:
             async with asyncio.timeout(self.timeout_s):
+                number = rollout_id(self.args, self.iteration)
                 return await call_hook(
-                    self.function, self.args, self.iteration, view, evaluation=evaluation
+                    self.function, self.args, number, view, evaluation=evaluation
                 )
         except TimeoutError as error:
             expected = f"an answer within {self.timeout_s:g} s (rollout.timeout_s)"

@@ -62,7 +62,14 @@ def test_iterations_that_slime_has_done_are_left_out_of_the_run_but_not_of_its_s
     constant = configured(f"{load} --lr-decay-style constant")
     assert (constant.num_rollout, constant.train.optimizer.lr_decay_steps) == (1, None)
     assert configured(f"{load} --finetune").num_rollout == 3
-    assert configured("--start-rollout-id 2").num_rollout == 1
+    assert config.start_rollout_id == 2
+    started = configured("--start-rollout-id 2")
+    assert (started.num_rollout, started.start_rollout_id) == (1, 2)
+    ppo = f"{load} --global-batch-size 2 --advantage-estimator ppo --num-critic-only-steps"
+    for steps, left in ((1, 0), (3, 1)):
+        config = configured(f"{ppo} {steps}")
+        assert config.critic.num_critic_only_steps == left
+        assert config.train.optimizer.lr_decay_steps == 6
     both = f"--load {folder.parent} --save {folder.parent}"
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("1")
     before = configured(both)

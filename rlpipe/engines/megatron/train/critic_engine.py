@@ -90,6 +90,13 @@ class CriticEngine(MegatronRank):
         """Load the initial weights. The optimizer state stays."""
         self.critic.load_initial_weights(None)
 
+    def load_adam_state(self, folder: str | Path) -> None:
+        """Restore the optimizer state and schedule from a conversion of another run's.
+
+        `folder`: of `convert.to_adam_state`. The weights must be loaded already.
+        """
+        checkpoint.load_adam_state(self.critic.trained, folder)
+
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> int:
         """Restore the critic of `directory`/iter_* and return the iteration of the checkpoint.
 

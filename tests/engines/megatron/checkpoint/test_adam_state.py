@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rlpipe.config.train import TrainConfig
+from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.engines.megatron.checkpoint.conversion import adam_state
 from rlpipe.engines.megatron.checkpoint.conversion.adam_state import AdamState, _fused_norms
 from rlpipe.engines.megatron.checkpoint.conversion.convert import (
@@ -114,14 +114,32 @@ def test_weights_of_a_checkpoint_that_megatron_wrote_convert_back_to_equal_bits(
 
 
 @pytest.mark.integration
-def test_a_critic_keeps_its_value_head(models, released, tmp_path):
+def test_a_critic_keeps_its_value_head_and_its_adam(models, released, tmp_path):
     saved = written(models, released, tmp_path / "saved", critic=True)
+    to_adam_state(saved, tmp_path / "adam", origin=Path(models["qwen3"]))
     to_hf(saved, tmp_path / "critic", origin=Path(models["qwen3"]))
     tensors = load_file(tmp_path / "critic" / "model.safetensors")
     expected = load_file(saved / "iter_0000001" / "expected.safetensors")
     for name in ("weight", "bias"):
         assert torch.equal(tensors[f"score.{name}"], expected[f"fp32_param.output_layer.{name}"])
     assert "lm_head.weight" not in tensors
+    settings = CriticConfig(hf_checkpoint=str(tmp_path / "critic"))
+    keys = {"critic": settings, "critic_optimizer_steps": 100}
+    ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port(), **keys)
+    try:
+        ours.load_hf()
+        before = ours.state_digest()
+        ours.load_critic_adam_state(tmp_path / "adam")
+        assert ours.state_digest() != before
+        critic = ours.critic.trained
+        (part,) = inner_optimizers(critic.optimizer)
+        for name, parameter in critic.last_model.named_parameters():
+            found = state_of(part, parameter)
+            for state, values in expected_tensors(saved, name).items():
+                assert torch.equal(found[state].detach().flatten(), values.flatten()), name
+        assert (critic.scheduler.num_steps, ours.trained.scheduler.num_steps) == (2, 0)
+    finally:
+        ours.close()
 
 
 @pytest.mark.integration

@@ -220,7 +220,11 @@ def to_adam_state(
     stored = Checkpoint(source.folder)
     with single_process_groups():
         meta_model = MetaModel(
-            origin, stored.dtype, metadata=stored.layout, predicts=stored.predicts
+            origin,
+            stored.dtype,
+            metadata=stored.layout,
+            predicts=stored.predicts,
+            critic=bool(stored.value_head),
         )
         adam = AdamState(stored, meta_model)
         files = _split(list(adam.units()), shard_bytes, lambda unit: unit.size_bytes)

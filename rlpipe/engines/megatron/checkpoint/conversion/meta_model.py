@@ -27,6 +27,7 @@ from rlpipe.engines.megatron.bridges.bridge import (
 )
 from rlpipe.engines.megatron.model.layers import PolicyModel
 from rlpipe.engines.megatron.model.prediction import prediction_spec
+from rlpipe.engines.megatron.model.value_model import ValueModel
 from rlpipe.engines.megatron.process_groups import close_groups, open_groups
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
@@ -70,7 +71,8 @@ class MetaModel:
     """The model of a directory with config.json. Needs open groups (`single_process_groups`).
 
     `metadata`: content metadata of the checkpoint to read, if any. `predicts`: with the layers for
-    multi-token prediction. Raises: ConfigError.
+    multi-token prediction. `critic`: with a value head in place of the output layer. Raises:
+    ConfigError.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class MetaModel:
         *,
         metadata: dict[str, Any] | None = None,
         predicts: bool = False,
+        critic: bool = False,
     ) -> None:
         keep: Any = dict.fromkeys(
             ("init_method", "output_layer_init_method", "embedding_init_method"), _keep_undefined
@@ -87,6 +90,7 @@ class MetaModel:
         settings = {"use_cpu_initialization": True, **keep}
         self.bridge = open_bridge(str(model_dir), dtype, **settings)
         self.dtype = dtype
+        self._critic = critic
         config: Any = self.bridge.config
         config.mtp_num_layers = getattr(self.bridge, "prediction_layers", 0) if predicts else None
         block = layers_of(self.bridge)
@@ -94,7 +98,7 @@ class MetaModel:
         if config.mtp_num_layers:
             further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
         with torch.device("meta"):
-            self._model = PolicyModel(
+            self._model = (ValueModel if critic else PolicyModel)(
                 config=config,
                 transformer_layer_spec=block,
                 share_embeddings_and_output_weights=self.tied,
@@ -102,9 +106,11 @@ class MetaModel:
                 **further,
             )
         state: dict[str, Any] = self._model.state_dict()
+        # mbridge's models have no value head.
+        bridged = [name for name in state if not (critic and name.startswith("output_layer."))]
         self.mbridge_names: dict[str, str] = dict(
-            zip(state, mbridge_view(self.bridge, self._model).state_dict(), strict=True)
-        )
+            zip(bridged, mbridge_view(self.bridge, self._model).state_dict(), strict=True)
+        ) | {name: name for name in state if name not in bridged}
         """Name in this model → name in mbridge's and Megatron-LM's (Transformer Engine) layers."""
         sharded: Any = self._model.sharded_state_dict(
             metadata={"singleton_local_shards": False, **(metadata or {})}
@@ -122,7 +128,8 @@ class MetaModel:
     @property
     def tied(self) -> bool:
         """True if the output layer is the embedding."""
-        return bool(getattr(self.bridge.hf_config, "tie_word_embeddings", False))
+        tied = getattr(self.bridge.hf_config, "tie_word_embeddings", False)
+        return bool(tied) and not self._critic
 
     def hf_names(self, name: str) -> list[str]:
         """Return the names of the Hugging Face tensors of a Megatron tensor."""
