@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from copy import copy
 from functools import wraps
 from typing import Any, cast
 
@@ -129,7 +130,10 @@ def numbered(k: int) -> Flow[[str, int], Any]:
             raise
 
     stages.__qualname__ = f"{stages.__qualname__}_{k}"
-    # `with_options` copies the flow. Changing `fn` of the original would change every iteration.
-    copy = iteration.with_options()
-    copy.fn = stages
-    return copy
+    # A copy: `fn` of the original is that of every iteration. `with_options` would read the source
+    # and make the schema of the parameters again, and a call would make a model of them to validate
+    # what this process passes: together about 10 ms of CPU time an iteration.
+    flow = copy(iteration)
+    flow.fn = stages
+    flow.should_validate_parameters = False
+    return flow

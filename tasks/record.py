@@ -28,12 +28,13 @@ from rlpipe.errors import (
 )
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.observe.trace import traced
-from rlpipe.types import Node, NodeRef
+from rlpipe.types import Node, NodeRef, Stage
 from tasks.cancellation import CANCELLED_MESSAGE, is_being_cancelled
 from tasks.context import RunContext, Stopwatch, context, recover
 
-HANDLE_OUTPUTS = ("seconds", "tokens", "version", "metrics", "accuracy")
-"""Outputs of a node that its handle carries. Task results stay small."""
+HANDLE_OUTPUTS = ("seconds", "tokens", "version", "accuracy")
+"""Outputs of a node that its handle carries. Task results stay small: Prefect walks through every
+value that a task gets or returns, several times."""
 Parameters = ParamSpec("Parameters")
 Work = Callable[[], Awaitable[dict[str, Any]]]
 """A stage's work; returns `{"files": [FileRecord], "outputs": {...}}`."""
@@ -161,6 +162,10 @@ async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
 
 
 def handle(node: Node, *, reused: bool) -> NodeRef:
-    """Return the handle of a node: its name and figures. Only handles cross task boundaries."""
-    outputs = {name: node.outputs[name] for name in HANDLE_OUTPUTS if name in node.outputs}
+    """Return the handle of a node: its name and figures. Only handles cross task boundaries.
+
+    The flow needs the metrics of evaluations. Those of other stages are read from the store.
+    """
+    names = (*HANDLE_OUTPUTS, "metrics") if node.stage is Stage.EVAL else HANDLE_OUTPUTS
+    outputs = {name: node.outputs[name] for name in names if name in node.outputs}
     return NodeRef(stage=node.stage, digest=node.digest, reused=reused, outputs=outputs)

@@ -41,6 +41,8 @@ SETTINGS = {
     # The terminal shows the run's progress lines; the UI shows the logs.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    # A batch of logs is a request. Prefect's pages show a line after 5 s at most instead of 2 s.
+    "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",
     # SQLite has one writer at a time. With many small writes the client waits 2 s a collision.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "5",
@@ -53,6 +55,13 @@ OWN_SERVER = {
     "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
+    # An iteration has about 25 events, with 70 rows of the resources that they name. Nothing reads
+    # them here: this server has no automations. States come from events, and are recorded.
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+    "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
+    # Gates watch their own time limit. This service ends pauses of flow runs that have died.
+    "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "30",
 }
 """Further settings of the server that a run starts. `make up` starts its server without them."""
 

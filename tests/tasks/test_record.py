@@ -20,10 +20,10 @@ from rlpipe.errors import (
     StoreError,
     Superseded,
 )
-from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
 from rlpipe.observe.progress import Progress
-from rlpipe.types import Node
-from tasks.record import is_transient, reuse_or_run, stage_deadline
+from rlpipe.types import Node, Stage
+from tasks.record import handle, is_transient, reuse_or_run, stage_deadline
 
 
 async def test_the_deadline_error_names_the_stage():
@@ -38,6 +38,14 @@ async def test_an_inner_deadline_error_is_kept():
     with pytest.raises(DeadlineExceeded, match=r"trainer\.train: did not answer"):
         async with stage_deadline(10, "run: train-3"):
             raise DeadlineExceeded("did not answer in time", where="trainer.train")
+
+
+def test_only_the_handle_of_an_evaluation_has_metrics():
+    outputs = {"seconds": 1.0, "metrics": {"a": 0.5}, "machine": {}}
+    nodes = {stage: Inputs(stage, {}, {}).node(outputs=outputs) for stage in Stage}
+    handles = {stage: handle(node, reused=False).outputs for stage, node in nodes.items()}
+    assert handles.pop(Stage.EVAL) == {"seconds": 1.0, "metrics": {"a": 0.5}}
+    assert all(carried == {"seconds": 1.0} for carried in handles.values())
 
 
 @pytest.mark.parametrize(

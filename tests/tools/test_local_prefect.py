@@ -18,6 +18,7 @@ from rlpipe.store.holders import ended
 from tools import local_prefect as local_prefect_module
 from tools.kept_server import KeptServer
 from tools.local_prefect import _start, answers, listens, local_prefect, url_of_profile
+from tools.prefect_server import POLL, poll_less
 
 LISTENS = (
     "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
@@ -146,6 +147,17 @@ def _answer(server: socket.socket, what: bytes) -> None:
         connection.sendall(what)
 
 
+def test_the_worker_of_the_background_services_polls_less(monkeypatch: pytest.MonkeyPatch):
+    # Prefect reads its settings at import, and other tests of this file set them.
+    from docket import Docket
+    from prefect.server.api import background_workers
+
+    monkeypatch.setattr(background_workers, "Worker", background_workers.Worker)
+    poll_less()
+    worker = background_workers.Worker(Docket(url="memory://"))
+    assert worker.minimum_check_interval == worker.scheduling_resolution == POLL
+
+
 def test_the_server_of_a_run_has_no_services_for_deployments_unless_the_user_sets_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -157,6 +169,7 @@ def test_the_server_of_a_run_has_no_services_for_deployments_unless_the_user_set
     monkeypatch.delenv("PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED", raising=False)
     _start(tmp_path, "http://127.0.0.1:1", ["1"])
     assert environments[0]["PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED"] == "false"
+    assert environments[0]["PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED"] == "false"
     assert environments[0]["PREFECT_SERVER_SERVICES_FOREMAN_ENABLED"] == "true"
 
 
