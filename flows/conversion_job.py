@@ -49,6 +49,8 @@ class StoredCheckpoint:
     """Model directory of the run's start, or None if it no longer exists."""
     node: str
     """Digest of the checkpoint node."""
+    name: str
+    """`RUN@K`: the run that saved it, and the iteration."""
 
 
 @contextmanager
@@ -72,11 +74,12 @@ def stored_checkpoint(home: Path, of: str) -> Iterator[StoredCheckpoint]:
     saved = saved_weights(files, run, int(iteration) if iteration else None)
     node = _checkpoint_node(files, saved.branch, saved.iteration)
     model_dir = _model_dir(branches.config(run), home)
+    name = f"{saved.branch}@{saved.iteration}"
     if files.root.startswith("file://"):
-        yield StoredCheckpoint(_verified_folder(files, node), model_dir, node.digest)
+        yield StoredCheckpoint(_verified_folder(files, node), model_dir, node.digest, name)
         return
     with fetched_checkpoint(files, node, home / run) as folder:
-        yield StoredCheckpoint(folder, model_dir, node.digest)
+        yield StoredCheckpoint(folder, model_dir, node.digest, name)
 
 
 @contextmanager

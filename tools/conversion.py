@@ -65,11 +65,16 @@ def bar() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 file" or "2 files"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def print_report(report: Report) -> None:
     """Print the result in a few lines."""
     size = f"{report.total_bytes / 1024**2:,.0f} MiB"
     print(
-        f"{report.folder}: {report.tensors} tensors, {size} in {report.files} files, "
+        f"{report.folder}: {report.tensors} tensors, {size} in {counted(report.files, 'file')}, "
         f"{report.dtype}, {report.seconds:.1f} s"
     )
     if report.reused_files:

@@ -58,6 +58,7 @@ def convert(arguments: argparse.Namespace) -> int:
             folder = stored.folder
             origin = origin or stored.model_dir
             known_as = stored.node
+            print(f"{stored.name}: converting its checkpoint", file=sys.stderr)
         hide_gpus()
         from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf
 

@@ -68,6 +68,7 @@ def main() -> int:
 
 def show(figures: dict[str, Any], folder: Path) -> None:
     """Print the table of figures and the path of the page."""
+    print(f"{'':42} {'stored':>12} {'new':>12}")
     for row in figures["figures"]:
         before = _format(row["before"])
         print(f"{row['what']:42} {before:>12} {_format(row['after']):>12}")
@@ -82,7 +83,7 @@ def show(figures: dict[str, Any], folder: Path) -> None:
 
 
 def _format(value: float | int | None) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:z.4f}"
 
 
 if __name__ == "__main__":

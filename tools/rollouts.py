@@ -29,6 +29,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.command import parsers
+from tools.command.parsers import COMMAND
 from tools.piped import piped
 
 HEADER = (
@@ -40,10 +41,11 @@ HEADER = (
     "reward",
     "advantage",
     "dropped",
+    "prompt",
     "label",
     "response",
 )
-WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 16, 60)
+WIDTHS = (9, 24, 3, 9, 6, 8, 9, 14, 24, 16, 60)
 
 
 def main() -> int:
@@ -67,6 +69,12 @@ def main() -> int:
             print(f"written: {export(tables, Path(arguments.out))} samples, {arguments.out}")
         else:
             show(tables)
+            # Not among the lines, which another program may read.
+            print(
+                f"whole rows: --out rows.jsonl; a page: {COMMAND} rollouts {arguments.run} "
+                "--out samples.html",
+                file=sys.stderr,
+            )
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -170,9 +178,17 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
         "-" if reward is None else f"{reward:.3f}",
         f"{statistics.fmean(advantages):.3f}" if advantages else "-",
         row["drop_reason"] or ("-" if row["accepted"] else "not accepted"),
+        _on_a_line(_prompt(row["prompt"])),
         "-" if row["label"] is None else _on_a_line(row["label"]),
         _on_a_line(row["response"]),
     )
+
+
+def _prompt(stored: str) -> str:
+    """Return the text of a stored prompt: of messages the content of the last one."""
+    prompt = json.loads(stored)
+    content = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 def _on_a_line(text: str) -> str:

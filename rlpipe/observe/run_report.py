@@ -31,6 +31,11 @@ KL = "train/kl_loss"
 CURVES = (
     ("rollout/response_len/mean", "Response length", "tokens, mean"),
     ("rollout/truncated_ratio", "Truncated", "share of responses that hit the length limit"),
+    (
+        "rollout/zero_std_fraction",
+        "Groups without a signal",
+        "share of groups with equal rewards: they train nothing",
+    ),
     ("train/entropy", "Entropy", "of the policy, mean per token"),
     ("train/grad_norm", "Gradient norm", "before clipping"),
     (KL, "KL to the reference", "estimate, mean per token"),

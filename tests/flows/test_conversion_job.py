@@ -51,7 +51,7 @@ def test_a_runs_checkpoint_is_found_in_its_store(home, of):
             ".metadata",
             "__0_0.distcp",
         ]
-        assert stored.model_dir is None
+        assert (stored.model_dir, stored.name) == (None, "run@0")
 
 
 @pytest.mark.parametrize(

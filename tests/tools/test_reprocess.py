@@ -91,6 +91,7 @@ def test_an_interrupted_reprocessing_continues_and_prints_differences(
     assert done.returncode == 0, done.stderr
     assert ", 1 reused; see" in done.stdout
     assert "iteration 0  reward" in done.stderr
+    assert done.stdout.split()[:2] == ["stored", "new"] and "-0.0000" not in done.stdout
     output = json.loads((home / "new" / "reprocessed.json").read_text())
     assert output["changed"] == {"reward.function.path": f"{home}/right.py:score → {home}/other.py"}
     figures = {row["what"]: row["after"] for row in output["figures"]}

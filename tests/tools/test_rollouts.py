@@ -81,11 +81,14 @@ def test_the_newest_rollout_is_printed_a_line_a_sample(
     tool: Tool, capsys: pytest.CaptureFixture[str]
 ):
     assert tool("--run", "sampled") == 0
-    header, first, second, dropped, _ = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    header, first, second, dropped, _ = printed.out.splitlines()
+    assert "rollouts sampled --out samples.html" in printed.err
     assert header.split() == list(rollouts.HEADER)
-    assert first.split() == ["0", "sampled:0", "0", "completed", "3", "0.500", "-", "-", "2", "abc"]
+    cells = "0 sampled:0 0 completed 3 0.500 - - 1 + 1 = 2 abc"
+    assert first.split() == cells.split()
     assert second.split()[5] == "-"
-    assert dropped.split()[-3:] == ["all_equal", "-", "abc"]
+    assert dropped.split()[-7:] == ["all_equal", "1", "+", "1", "=", "-", "abc"]
 
 
 def test_whole_rows_of_chosen_iterations_are_exported(tool: Tool, home: Path):
