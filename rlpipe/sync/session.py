@@ -178,7 +178,7 @@ class Session:
         self.paused_s = time.monotonic() - self._pause_start_s
 
     def _split_step(self, seconds: Sequence[dict[str, float]]) -> None:
-        """Count the parts of the running step, of the slowest engine, apart from the rest of it."""
+        """Count the parts of the running step, of the slowest engine, as steps of their own."""
         slowest = max(seconds, key=lambda parts: sum(parts.values()))
         for step, part_s in slowest.items():
             self.steps[step] = self.steps.get(step, 0.0) + part_s

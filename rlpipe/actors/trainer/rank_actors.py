@@ -184,7 +184,7 @@ class TrainerRank(Rank[MegatronEngine]):
             alone = engine.score(chosen, temperature=1.0, max_tokens=1)
         update = None
         if chosen.proximal_log_probs is not None:
-            # Score as the advantage stage did: at the rollout's temperature, with its routing.
+            # Scores as of the advantage stage: at the rollout's temperature, with its routing.
             replay = spec.train.use_rollout_routing_replay
             after = alone
             if replay or spec.rollout_temperature != 1:

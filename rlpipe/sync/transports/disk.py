@@ -70,7 +70,12 @@ class DiskTransport(Transport[Share]):
         return share
 
     def own_parts(self, tensors: Iterator[tuple[str, Tensor]], stamp: str) -> Iterator[Bucket]:
-        """Yield this rank's parts on the CPU.
+        """Yield this rank's parts, copied to the CPU. Raises: as `own_buckets`."""
+        for part in self.own_buckets(tensors, stamp):
+            yield [(name, _own_copy(tensor)) for name, tensor in part]
+
+    def own_buckets(self, tensors: Iterator[tuple[str, Tensor]], stamp: str) -> Iterator[Bucket]:
+        """Yield this rank's parts as gathered, which the trainer may change later.
 
         Raises: SyncError after the last part if tensors were missing.
         """
@@ -79,7 +84,7 @@ class DiskTransport(Transport[Share]):
         parts = into_buckets(checked, self.setup.sync.update_weight_buffer_size)
         for number, part in enumerate(parts):
             if number % self.setup.world_size == self.setup.rank:
-                yield [(name, _own_copy(tensor)) for name, tensor in part]
+                yield part
         require_none_missing(missing, stamp)
 
     def write_part(self, share: Share, stamp: str, name: str, part: Bucket) -> None:

@@ -1,12 +1,16 @@
 """`Mirror`: a copy of one weight version on an engine's machine, fetched from a `WeightStore`.
 
     FOLDER/weights/*.safetensors        files that engines load
-           held.json                    version of the files; absent while they are changed
+           held.json                    version of the files, and the boot of the machine in
+                                        which they were written; absent while they are changed
            .lock                        one process at a time: engines of a machine share a mirror
 
 `Mirror.fetch` applies the changes from the held version to the wanted one, in order, in place, and
 checks every changed tensor. If the chain is broken or a check fails, it starts from the full
 version. The caller makes sure that no engine loads the files meanwhile.
+
+Files are not written through to the disk, which takes longer than everything else: engines read
+them from memory. After another boot of the machine they therefore count as absent.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from rlpipe.sync.transports.disk import WORKERS
 from rlpipe.sync.transports.versions import Version, WeightFile, WeightStore
 
 LOCK_INTERVAL_S = 0.05
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 REFETCH = "push again: the next push writes and fetches all weights"
 
 
@@ -59,7 +64,9 @@ class Mirror:
         # After a power cut the record can hold any bytes. The weights are then fetched again.
         with named_failures(str(self._record)), suppress(ValueError, RecursionError):
             record = json.loads(self._record.read_bytes()) if self._record.is_file() else None
-            if isinstance(record, dict) and isinstance(record.get("stamp"), str):
+            if not isinstance(record, dict) or record.get("boot") != _boot():
+                return None
+            if isinstance(record.get("stamp"), str):
                 return record["stamp"]
         return None
 
@@ -155,13 +162,12 @@ class Mirror:
                 _check(version, name, data)
 
             _in_threads(tensors.require(changes), patch)
-        tensors.flush()
 
     def _write_record(self, stamp: str) -> None:
         # Renamed into place: a crash leaves the old record or the new one, never half of one.
         temporary = self._record.with_suffix(".new")
         with named_failures(str(self._record)):
-            temporary.write_text(json.dumps({"stamp": stamp}))
+            temporary.write_text(json.dumps({"stamp": stamp, "boot": _boot()}))
             temporary.replace(self._record)
 
     @contextmanager
@@ -211,9 +217,10 @@ class _MappedTensors:
             )
         return list(names)
 
-    def flush(self) -> None:
-        for mapped in self._maps.values():
-            mapped.flush()
+
+def _boot() -> str:
+    """Return the identity of this boot of the machine; "" where the system does not tell it."""
+    return BOOT.read_text().strip() if BOOT.exists() else ""
 
 
 def tensor_positions(file: Path) -> Iterator[tuple[str, TensorPosition]]:

@@ -89,7 +89,7 @@ def test_a_run_that_fits_in_neither_way_keeps_the_error_of_separate_gpus():
     assert decision(config, 2) == (False, 1)
 
 
-def test_the_decision_is_said_with_its_numbers_and_the_run_keeps_auto():
+def test_the_decision_has_a_line_with_its_numbers_and_the_run_keeps_auto():
     config = configuration()
     assert placed(config, [1]).line == (
         "trainer and engines share GPUs, 1 of 1, because separate ones would be 2 "

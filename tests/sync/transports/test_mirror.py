@@ -105,6 +105,19 @@ def test_a_mirror_with_a_damaged_record_is_fetched_again(
     assert mirror.held() == stamp(2) and np.array_equal(held(mirror)["a"], NEW["a"])
 
 
+def test_a_mirror_of_another_boot_of_the_machine_is_fetched_again(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    mirror = Mirror(tmp_path / "m")
+    mirror.fetch(store, stamp(2), timeout_s=5)
+    monkeypatch.setattr("rlpipe.sync.transports.mirror.BOOT", tmp_path / "boot")
+    (tmp_path / "boot").write_text("another\n")
+    assert mirror.held() is None
+    (mirror.weights / "part.safetensors").write_bytes(b"lost in a power cut")
+    mirror.fetch(store, stamp(2), timeout_s=5)
+    assert mirror.held() == stamp(2) and np.array_equal(held(mirror)["a"], NEW["a"])
+
+
 def file_of(folder: Path, header: Any, room: int = 64) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = folder / "x.safetensors"
