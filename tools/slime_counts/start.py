@@ -96,6 +96,7 @@ MACHINE = (
     "sglang_ep_size",
     "sglang_fp8_gemm_backend",
     "sglang_kv_cache_dtype",
+    "sglang_mamba_scheduler_strategy",
     "sglang_mamba_ssm_dtype",
     "sglang_moe_a2a_backend",
     "sglang_moe_dense_tp_size",
