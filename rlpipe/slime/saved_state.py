@@ -76,8 +76,8 @@ def read_objects(path: Path) -> Any:
 def prompt_position(folder: Path, iteration: int) -> dict[str, Any] | None:
     """Return the position in the prompts after an iteration.
 
-    `folder`: a checkpoint such as iter_0000099. slime writes positions into `rollout`, beside the
-    checkpoints. None: there is no such file. Raises: ConfigError if the file is damaged.
+    `folder`: a checkpoint such as iter_0000099. slime writes positions into the folder `rollout` of
+    the same parent. None: there is no such file. Raises: ConfigError if the file is damaged.
     """
     file = folder.absolute().parent / "rollout" / f"global_dataset_state_dict_{iteration}.pt"
     if not file.is_file():

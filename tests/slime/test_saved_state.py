@@ -1,4 +1,4 @@
-"""What slime stores beside its weights (rlpipe.slime.saved_state)."""
+"""What slime stores with its weights (rlpipe.slime.saved_state)."""
 
 from __future__ import annotations
 
