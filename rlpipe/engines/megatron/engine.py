@@ -6,7 +6,7 @@ docstring says otherwise: every rank makes the same calls in the same order.
     construct → `load_hf` or `load_checkpoint` → any of score, train, save, export → `close`
 
 After an error in `train` the state is undefined: restore it. Between two calls, parts of the state
-can be offloaded (`occupy`).
+can be offloaded (`occupy`). One file because all methods work on the state of one policy.
 """
 
 from __future__ import annotations
