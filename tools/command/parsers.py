@@ -198,9 +198,7 @@ def audit() -> argparse.ArgumentParser:
     parser.add_argument(
         "command", choices=AUDITS, metavar="COMMAND", help="one of the commands below"
     )
-    parser.add_argument(
-        "question", nargs="?", metavar="RUN|QUERY", help="the run, as --run; sql: one query"
-    )
+    parser.add_argument("question", nargs="?", metavar="RUN|QUERY", help="as --run; sql: a query")
     parser.add_argument(
         "--run",
         metavar="RUN[@K]",
