@@ -195,9 +195,7 @@ def audit() -> argparse.ArgumentParser:
         epilog=f"commands:\n{commands}\n\nexample: {COMMAND} audit verify my_run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "command", choices=AUDITS, metavar="COMMAND", help="one of the commands below"
-    )
+    parser.add_argument("command", choices=AUDITS, metavar="COMMAND", help="one of those below")
     parser.add_argument("question", nargs="?", metavar="RUN|QUERY", help="as --run; sql: a query")
     parser.add_argument(
         "--run",
@@ -215,9 +213,7 @@ def audit() -> argparse.ArgumentParser:
         help="verify: use the newest commit signed with this key as --head",
     )
     parser.add_argument("--prompt", help="forward: part of the prompt's text")
-    parser.add_argument(
-        "--out", help="lineage: a .parquet file; view: the page (default: samples.html)"
-    )
+    parser.add_argument("--out", help="lineage: a .parquet file; view: a page (samples.html)")
     parser.add_argument(
         "--samples",
         type=int,
