@@ -191,12 +191,12 @@ def _servers(words: list[str], folder: Path) -> Iterator[list[str]]:
     flags = _flags(tuple(words))
     with ExitStack() as servers:
 
-        def serve(name: str) -> str:
+        def serve(name: str, dtype: str) -> str:
             server = Server(
                 flags["hf_checkpoint"][0],
                 EngineConfig(),
                 ResourcesConfig(),
-                dtype="float32",
+                dtype=dtype,
                 port=None,
                 log_path=folder / f"{name}.log",
                 seed=0,
@@ -207,10 +207,10 @@ def _servers(words: list[str], folder: Path) -> Iterator[list[str]]:
             return server.url
 
         if "rollout_external_engine_addrs" in flags:
-            flags["rollout_external_engine_addrs"] = [urlsplit(serve("engine")).netloc]
+            flags["rollout_external_engine_addrs"] = [urlsplit(serve("engine", "bfloat16")).netloc]
         url = urlsplit(flags["rm_url"][0]) if "rm_url" in flags else None
         if url is not None and url.path == "/generate" and "use_opd" in flags:
-            flags["rm_url"] = [f"{serve('teacher')}{url.path}"]
+            flags["rm_url"] = [f"{serve('teacher', 'float32')}{url.path}"]
         yield _words(flags)
 
 
