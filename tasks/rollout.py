@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,12 @@ async def rollout(run: str, k: int) -> State:
             await ensure_weights(ctx, k)
         return await _sample(ctx, k, plan)
 
-    return await reuse_or_run(
+    state = await reuse_or_run(
         ctx, rollout_inputs(ctx.config, ctx.fingerprint, plan, ctx.contracts), sample
     )
+    # The next rollout may wait for the groups that this one leaves.
+    ctx.notify()
+    return state
 
 
 async def plan_iteration(ctx: RunContext, k: int, before: DataState) -> tuple[str, DataState]:
@@ -80,6 +84,8 @@ async def _wait_for_node(ctx: RunContext, inputs: Inputs, k: int) -> Node:
     """Poll the store until the rollout of iteration k is recorded. Raises: DeadlineExceeded."""
     deadline_s = time.monotonic() + ctx.config.rollout.timeout_s
     pause_s = 0.02
+    # Taken before each look: a rollout that is recorded during the look is not missed.
+    changed = ctx.store_changed
     while (node := ctx.nodes.find(inputs.stage, inputs.digest)) is None:
         if time.monotonic() > deadline_s:
             raise DeadlineExceeded(
@@ -88,7 +94,9 @@ async def _wait_for_node(ctx: RunContext, inputs: Inputs, k: int) -> Node:
                 found=f"no rollout node of iteration {k}",
                 expected=f"within {ctx.config.rollout.timeout_s:g} s (rollout.timeout_s)",
             )
-        await asyncio.sleep(pause_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), pause_s)
+        changed = ctx.store_changed
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return node
 

@@ -82,6 +82,7 @@ UNITS = {
     "num_steps_per_rollout": "optimizer steps",
     "opsm_delta": "nats a token",
     "over_sampling_batch_size": "prompts",
+    "pool_size": "groups",
     "probe_samples": "samples",
     "ref_update_interval": "iterations",
     "report_interval": "iterations",

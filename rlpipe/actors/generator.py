@@ -3,6 +3,9 @@
 It writes finished groups as shards. It holds the prompts, the tokenizer and an HTTP client, all of
 which can be loaded again. After a kill another generator is started; it reads the plan, adopts the
 groups with a written shard, and samples the rest. The reward stage scores training rollouts.
+
+One file because rollouts, the pool and evaluations share the driver, the client and the running
+tasks.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from rlpipe.rollout.generators import (
 from rlpipe.rollout.group_selection import GroupJudge
 from rlpipe.rollout.hooks.finished_rollout import FinishedRolloutHooks
 from rlpipe.rollout.planner import Planner
+from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import RolloutProgress, RolloutResult
 from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart, StoredRows
 from rlpipe.rollout.sampler import RolloutSettings, run_rollout
@@ -74,12 +78,18 @@ class Generator:
         self._progress: dict[int, RolloutProgress] = {}
         self._running: dict[int, asyncio.Task[RolloutResult]] = {}
         self._evaluating: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._pool: Pool | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        """Writes the groups of the pool that finish while no rollout runs."""
 
     async def setup(self, driver: Driver, spec: GeneratorSpec) -> dict[str, Any]:
         """Work for this driver; read and check all prompts. Return `{"rows", "eval_rows"}`.
 
         Raises: DataError with file and line; ConfigError.
         """
+        if self._driver != driver or self._spec != spec:
+            # The engines of another driver may get weights of another replay.
+            await self._close_pool()
         if self._spec != spec:
             if self._client is not None:
                 await self._client.aclose()
@@ -156,8 +166,9 @@ class Generator:
         rows = StoredRows(self._files)
         iteration = parts[0].plan.iteration
         # a loop: a third attempt may have started while the second one ended
-        while iteration in self._running:
+        while iteration in self._running or (self._pool is not None and self._running):
             await self.abandon(driver, iteration)
+        await self._stop_keeping()
         self._require(driver)  # a newer driver may have come during the waits
         task = asyncio.create_task(self._sample(parts, rows))
         self._running[iteration] = task
@@ -190,6 +201,7 @@ class Generator:
             [task for number, task in self._running.items() if iteration in (None, number)]
         )
         await _cancel(self._evaluating.values() if iteration is None else ())
+        await self._close_pool()
 
     async def evaluate(self, driver: Driver, name: str, key: str, version: int) -> dict[str, Any]:
         """Sample and score every prompt of a held-out set once, into files of node `key`.
@@ -322,6 +334,8 @@ class Generator:
             SglangReplies(self._tokenizer, config.engine.sglang),
         )
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
+        in_flight = config.rollout.groups_in_pool(config.async_buffer_size)
+        self._pool = Pool(in_flight) if config.rollout.pooled else None
         filter_path = config.rollout.dynamic_sampling_filter_path
         args = slime_args(config)
         reward = config.reward if config.rollout.scores_while_sampling else None
@@ -365,6 +379,8 @@ class Generator:
         return plan
 
     async def _sample(self, parts: Sequence[PlanPart], rows: StoredRows) -> RolloutResult:
+        if self._pool is not None:
+            return await self._sample_in_pool(self._pool, parts, rows)
         config = self._config.rollout
         stop = asyncio.Event()
         client = self._client
@@ -387,6 +403,60 @@ class Generator:
                 cut_off=partial(client.cut_off, stop) if client else None,
                 progress=partial(self._progress.__setitem__, parts[0].plan.iteration),
             )
+
+    async def _sample_in_pool(
+        self, pool: Pool, parts: Sequence[PlanPart], rows: StoredRows
+    ) -> RolloutResult:
+        """Take the first finished groups of the pool. The others stay in flight."""
+        config = self._config.rollout
+        iteration = parts[0].plan.iteration
+        pool.retain({group.group_id for part in parts for group in part.plan.groups})
+        context = RolloutContext(config, iteration, on_gpus=self._on_gpus)
+        opened = open_generate_function(self._resources, context, self._client)
+        oldest_version = iteration - self._config.async_buffer_size
+        if self._config.debug.debug_rollout_only:  # the first weights sample every iteration
+            oldest_version = 0
+        async with pool.lease(opened) as generate:
+            result = await run_rollout(
+                parts,
+                rollout_settings(config, oldest_version=oldest_version),
+                generate,
+                rows,
+                judge=self._judge,
+                slots=self._slots,
+                pool=pool,
+                next_part=self._planner.following,
+                progress=partial(self._progress.__setitem__, iteration),
+            )
+        self._continue_open_groups(pool, result)
+        return result
+
+    def _continue_open_groups(self, pool: Pool, result: RolloutResult) -> None:
+        """Let the open groups of a result continue, unless the iteration is the last one."""
+        part_of = {group.group_id: part for part in result.parts for group in part.plan.groups}
+        still_open = {
+            waiting.group_id: part_of[waiting.group_id]
+            for waiting in result.after.buffer
+            if waiting.finished is None and waiting.group_id in part_of
+        }
+        is_last = result.parts[0].plan.iteration + 1 == self._config.num_rollout
+        pool.retain(() if is_last else still_open)
+        self._keeping = asyncio.create_task(
+            pool.keep(still_open, StoredRows(self._files), self._config.rollout.flush_interval_s)
+        )
+
+    async def _stop_keeping(self) -> None:
+        if self._keeping is not None:
+            # The next rollout writes what was not written yet, so errors need no report.
+            await _cancel([self._keeping])
+            self._keeping = None
+
+    async def _close_pool(self) -> None:
+        await self._stop_keeping()
+        if self._pool is not None:
+            # A rollout would fill the pool again.
+            await _cancel(self._running.values())
+            await self._pool.close()
 
     def _groups_at_once(self, sampling: RolloutConfig) -> int:
         """Return the groups sampled at once, so that all engines have their full concurrency."""
@@ -414,21 +484,29 @@ def evaluation_settings(
 
 
 def rollout_settings(
-    config: RolloutConfig, *, groups: int | None = None, in_order: bool = False
+    config: RolloutConfig,
+    *,
+    groups: int | None = None,
+    in_order: bool = False,
+    oldest_version: int | None = None,
 ) -> RolloutSettings:
     """Return the settings of `run_rollout`.
 
-    `groups`: sample exactly this number, whatever their result.
+    `groups`: sample exactly this number, whatever their result. `oldest_version`: of a token that
+    the iteration may train on, for a rollout with a pool.
     """
     return RolloutSettings(
         batch_size=config.rollout_batch_size if groups is None else groups,
         static=config.static or groups is not None,
         in_order=in_order,
-        partial=config.partial_rollout,
+        partial=config.partial_rollout and not config.pooled,
         max_rounds=config.max_sampling_rounds,
         timeout_s=config.timeout_s,
         flush_interval_s=config.flush_interval_s,
         min_completed_fraction=config.min_completed_fraction,
+        groups_per_round=config.groups_per_round if config.pooled else None,
+        oldest_version=oldest_version,
+        mask_stale=config.mask_offpolicy_in_partial_rollout,
     )
 
 

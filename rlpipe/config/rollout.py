@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -117,6 +118,15 @@ class RolloutConfig(Config):
     """Longest answer of a tool in tokens; the rest is cut off."""
     loss_mask_type: Literal["last", "all_assistant"] = "last"
     """Supervised rows in chat form: train on the last answer, or on every assistant message."""
+    selection: Literal["planned", "first_finished"] = "planned"
+    """`planned`: an iteration samples the groups of its plan. `first_finished`: groups are sampled
+    across iterations. The batch is the first rollout_batch_size accepted groups, and the other
+    groups continue during the next iteration. Needs async_buffer_size above 0. Which groups form a
+    batch depends on timing; the node of the rollout records them."""
+    pool_size: int | None = Field(default=None, ge=1, le=MOST_ROWS)
+    """Groups in flight with `selection: first_finished`. More groups in flight keep engines busy,
+    but more of them finish too late for async_buffer_size and are dropped. None: 3/8 of
+    async_buffer_size × rollout_batch_size."""
     over_sampling_batch_size: int | None = Field(default=None, ge=1, le=MOST_ROWS)
     """Prompts requested per sampling round. The first rollout_batch_size accepted groups are the
     batch, the others wait in the buffer. None: rollout_batch_size."""
@@ -147,10 +157,11 @@ class RolloutConfig(Config):
     dropped. None: the oldest groups first."""
     partial_rollout: bool = False
     """Continue a group that the full batch cut off, from its tokens in a later iteration. False:
-    sample the group again from the start."""
+    sample the group again from the start. With `selection: first_finished` a full batch cuts off
+    no group, and the key has no effect."""
     mask_offpolicy_in_partial_rollout: bool = False
     """Keep tokens older than async_buffer_size, with loss mask 0. False: sample their group again
-    from the start."""
+    from the start, or with `selection: first_finished` drop the group (`stale`)."""
     max_sampling_rounds: int = Tuning(default=20, ge=1)
     """The stage fails if this number of sampling rounds gave too few accepted groups."""
     flush_interval_s: float = Tuning(default=5.0, gt=0)
@@ -250,10 +261,24 @@ class RolloutConfig(Config):
         return max(self.rollout_batch_size, self.over_sampling_batch_size or 0)
 
     @property
+    def pooled(self) -> bool:
+        """True if groups are sampled across iterations."""
+        return self.selection == "first_finished"
+
+    def groups_in_pool(self, async_buffer_size: int) -> int:
+        """Return the groups in flight with `selection: first_finished`.
+
+        In a simulation of reasoning lengths (tools/bench/README.md), 3/8 of a batch for each
+        iteration of async_buffer_size left at most 1 % of the tokens too old, for 2 and more. 1/2
+        left 8 %.
+        """
+        return self.pool_size or math.ceil(3 * async_buffer_size * self.rollout_batch_size / 8)
+
+    @property
     def static(self) -> bool:
         """True if the groups of a batch are known before sampling.
 
         The next rollout can then be planned at once.
         """
-        choosing = (self.dynamic_sampling_filter_path, self.rollout_function_path)
+        choosing = (self.dynamic_sampling_filter_path, self.rollout_function_path, self.pooled)
         return self.groups_per_round == self.rollout_batch_size and not any(choosing)

@@ -350,6 +350,28 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _open_groups_can_continue(self):
+        rollout = self.rollout
+        if rollout.pool_size is not None and not rollout.pooled:
+            raise ValueError("rollout.pool_size needs rollout.selection: first_finished")
+        if not rollout.pooled:
+            return self
+        conflicts = {
+            "async_buffer_size: 0, with which the tokens of an open group are too old for the next "
+            "iteration; expected 1 or more": self.async_buffer_size == 0,
+            "deterministic: true, because the order in which groups finish decides the batch": (
+                self.deterministic
+            ),
+            "rollout.type: dataset, because nothing is sampled": rollout.type == "dataset",
+            "rollout.rollout_function_path, which samples whole iterations": (
+                rollout.rollout_function_path is not None
+            ),
+        }
+        if found := next((text for text, conflict in conflicts.items() if conflict), None):
+            raise ValueError(f"rollout.selection: first_finished cannot be used with {found}")
+        return self
+
+    @model_validator(mode="after")
     def _critic_ranks_fit(self):
         ranks = self.resources.critic_ranks
         parallel = self.critic.parallel or self.train.parallel

@@ -127,6 +127,9 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "every group starts again",
     ),
     _needs(
+        "rollout.partial_rollout", lambda c: not c.rollout.pooled, "rollout.selection: planned"
+    ),
+    _needs(
         "rollout.mask_offpolicy_in_partial_rollout",
         lambda c: _may_leave_groups(c) or c.async_buffer_size,
         "rollout.partial_rollout or async_buffer_size",

@@ -129,7 +129,8 @@ class DataSource:
         """Return one part of an iteration's plan, of `groups_per_round` groups.
 
         The oldest groups of the buffer come first, then new draws. Part r + 1 starts from the state
-        after part r.
+        after part r. With `selection: first_finished` part 0 has the groups of the pool, and each
+        later part is a block of draws.
 
         `buffered`: the planned groups of `state.buffer` from earlier plans, at least those that are
         taken. `choice`: (ids of the groups to take, ids of the groups that stay) from a user's
@@ -154,7 +155,7 @@ class DataSource:
                 where=f"{self._branch}/{iteration}",
                 found=f"no {missing}",
             )
-        count = self._rollout.groups_per_round - len(taken)
+        count = max(0, self.groups_of_part(part) - len(taken))
         if draw is None:
             drawn, after = self._draw(state, count)
         else:
@@ -176,7 +177,14 @@ class DataSource:
 
     def takes(self, state: DataState) -> tuple[BufferedGroup, ...]:
         """Return the groups of the buffer that a plan from this state takes without a filter."""
-        return state.buffer[: self._rollout.groups_per_round]
+        # Groups of the pool are all in flight, or wait for their start.
+        return state.buffer if self._rollout.pooled else state.buffer[: self.groups_of_part(0)]
+
+    def groups_of_part(self, part: int) -> int:
+        """Return the number of groups of a part, if the buffer does not have more."""
+        if self._rollout.pooled and part == 0:
+            return self._rollout.groups_in_pool(self._async_buffer_size)
+        return self._rollout.groups_per_round
 
     def _continued_rows(self, group: BufferedGroup, iteration: int) -> str | None:
         """Return the object with the group's rows to continue from.

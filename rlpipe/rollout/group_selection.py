@@ -12,8 +12,10 @@ planned ──┬── fit ──────┬── accepted   the first `ba
 
 A fallback is a group for which the filter set `keep_when_insufficient`. A fallback is accepted only
 when every planned group is decided and the batch has room. So a fallback avoids another sampling
-round and never displaces a fit group. slime decides about each group at once, by the number of
-groups that are still being sampled: it accepts as many groups, but not always the same ones.
+round and never displaces a fit group. With a pool, planned groups never run out: fallbacks are
+accepted once a round of groups (`groups_per_round`) is decided. slime decides about each group at
+once, by the number of groups that are still being sampled: it accepts as many groups, but not
+always the same ones.
 
 Entry points: `GroupJudge` (verdict about one group), `Selection` (the batch).
 """
@@ -118,9 +120,12 @@ class GroupJudge:
 class Selection:
     """The batch that the verdicts so far determine."""
 
-    def __init__(self, batch_size: int, *, in_order: bool) -> None:
+    def __init__(self, batch_size: int, *, in_order: bool, round_size: int | None = None) -> None:
+        """`round_size`: number of verdicts after which fallbacks may fill the batch. None: all
+        planned groups need a verdict first."""
         self.batch_size = batch_size
         self.in_order = in_order
+        self.round_size = round_size
         self.planned: list[str] = []
         self._rejected: dict[str, str] = {}
         self._fallbacks: dict[str, str] = {}
@@ -152,7 +157,11 @@ class Selection:
         """True if further verdicts cannot change the batch."""
         undecided = len(self.planned) - len(self._with_verdict)
         # In order of the plan, every group must be finished: timing must not change the batch.
-        return not undecided or (not self.in_order and len(self._fit) >= self.batch_size)
+        if self.in_order or not undecided:
+            return not undecided
+        num_fit = len(self._fit)
+        round_is_over = self.round_size is not None and len(self._with_verdict) >= self.round_size
+        return num_fit + round_is_over * len(self._fallbacks) >= self.batch_size
 
     @property
     def full(self) -> bool:

@@ -64,7 +64,7 @@ class Planner:
             )
             return PlanPart("", empty)
         if digest is None:
-            choice = self._choice(iteration, state)
+            choice = self._choice(iteration, state, number)
             digest = self._plans.draw(self._plan(iteration, state, number, choice))
         return PlanPart(digest, self._plans.read(digest))
 
@@ -110,10 +110,11 @@ class Planner:
         plans = [self._plans.read(digest) for digest in digests]
         return [group for plan in plans for group in plan.groups if group.group_id in group_ids]
 
-    def _choice(self, iteration: int, state: DataState) -> Choice | None:
+    def _choice(self, iteration: int, state: DataState, number: int) -> Choice | None:
         if self._choose is None:
             return None
-        return self._choose.choose(iteration, self._buffer(state), self._rollout.groups_per_round)
+        most = self._source.groups_of_part(number)
+        return self._choose.choose(iteration, self._buffer(state), most)
 
     def _buffer(self, state: DataState) -> list[list[Sample]]:
         """Return the groups of the buffer with their sampled tokens."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from rlpipe.errors import ObjectMissing
+from rlpipe.rollout.generate import FINISHED
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import table_to_samples
 from rlpipe.store.parquet.shards import ShardWriter, adopt, read_rows
@@ -41,6 +42,10 @@ class Rows(Protocol):
 
     def earlier(self, digest: str, group_ids: Collection[str]) -> Groups:
         """Return the rows of these groups below an earlier plan. Raises: ObjectMissing."""
+        ...
+
+    def finished(self, digest: str, group_ids: Collection[str]) -> Groups:
+        """Return those of these groups that are finished below an earlier plan."""
         ...
 
     def write(
@@ -97,6 +102,16 @@ class StoredRows:
             )
         return groups
 
+    def finished(self, digest: str, group_ids: Collection[str]) -> Groups:
+        """See `Rows`."""
+        shards = adopt(self._files, Plans.groups_prefix(digest))
+        rows = self._read(record for record, ids in shards if set(ids) & set(group_ids))
+        return {
+            group_id: rows[group_id]
+            for group_id in group_ids
+            if group_id in rows and all(sample.status in FINISHED for sample in rows[group_id])
+        }
+
     def write(
         self, part: PlanPart, groups: Sequence[Sequence[Sample]], *, cut: bool = False
     ) -> None:
@@ -140,6 +155,10 @@ class MemoryRows:
         raise ObjectMissing(
             "rows in memory have no earlier plan", where=digest, found=f"no {sorted(group_ids)}"
         )
+
+    def finished(self, digest: str, group_ids: Collection[str]) -> Groups:
+        """See `Rows`."""
+        return {}
 
     def write(
         self, part: PlanPart, groups: Sequence[Sequence[Sample]], *, cut: bool = False

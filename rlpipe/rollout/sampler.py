@@ -5,6 +5,9 @@
                         │               └─ surplus:  buffered with its rows, not sampled again
                         └─ cut off when the batch is full: buffered, with or without its tokens
 
+With `rollout.selection: first_finished` the groups are those of a `Pool`: none is cut off, and the
+groups that are neither accepted nor dropped continue during the next rollout.
+
 Every generated token becomes part of a row, also of groups that are dropped or cut off. Entry
 point: `run_rollout`.
 """
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from rlpipe.errors import DeadlineExceeded, EngineError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, Generate, failed_samples
 from rlpipe.rollout.group_selection import GroupJudge, Selection, Verdict
+from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import (
     RolloutProgress,
     RolloutResult,
@@ -53,6 +57,13 @@ class RolloutSettings:
     flush_interval_s: float
     min_completed_fraction: float = 1.0
     """The rollout fails if a smaller fraction of its groups did not fail."""
+    groups_per_round: int | None = None
+    """With a pool: number of judged groups after which rejected groups may fill the batch
+    (fallbacks). None: all planned groups."""
+    oldest_version: int | None = None
+    """With a pool: a group with an older token is dropped (`stale`). None: no limit."""
+    mask_stale: bool = False
+    """True to keep such a group if it has a token that is recent enough."""
 
 
 async def run_rollout(
@@ -63,6 +74,7 @@ async def run_rollout(
     *,
     judge: GroupJudge,
     slots: asyncio.Semaphore,
+    pool: Pool | None = None,
     next_part: NextPart | None = None,
     cut_off: CutOff | None = None,
     progress: Callable[[RolloutProgress], None] | None = None,
@@ -71,6 +83,8 @@ async def run_rollout(
 
     slots: bounds the number of groups that are sampled at once, also over several rollouts, first
         come, first served.
+    pool: samples the groups in place of `slots`, and continues with open groups after the rollout.
+        Parts are then planned before the pool runs out of groups to begin.
     next_part: plans the part after a part. None: no further parts.
     cut_off: makes `generate` return the partial samples.
     progress: called once the groups of a part are known, and after each group.
@@ -85,7 +99,7 @@ async def run_rollout(
     """
     plan = parts[0].plan
     where = f"rollout of {plan.branch} iteration {plan.iteration}"
-    attempt = _Attempt(settings, generate, rows, judge, slots, progress, where)
+    attempt = _Attempt(settings, generate, rows, judge, slots, pool, progress, where)
     sampling = asyncio.create_task(attempt.sample_all(list(parts), next_part, cut_off))
     flushing = asyncio.create_task(attempt.flush_periodically())
     # A flush that fails ends the rollout: its groups could not be stored either.
@@ -121,6 +135,7 @@ class _Attempt:
         rows: Rows,
         judge: GroupJudge,
         slots: asyncio.Semaphore,
+        pool: Pool | None,
         on_progress: Callable[[RolloutProgress], None] | None,
         where: str,
     ) -> None:
@@ -129,9 +144,14 @@ class _Attempt:
         self.rows = rows
         self.judge = judge
         self.slots = slots
+        self.pool = pool
         self.on_progress = on_progress
         self.where = where
-        self.selection = Selection(settings.batch_size, in_order=settings.in_order)
+        self.selection = Selection(
+            settings.batch_size,
+            in_order=settings.in_order,
+            round_size=settings.groups_per_round,
+        )
         self.progress = RolloutProgress(wanted_groups=settings.batch_size)
         self.parts: list[PlanPart] = []
         self.planned: dict[str, tuple[PlanPart, PlannedGroup]] = {}
@@ -141,6 +161,8 @@ class _Attempt:
         """Ages of the groups with complete rows."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.running: set[str] = set()
+        self.waiting: set[str] = set()
+        """Groups that wait for room in the pool."""
         self.num_adopted = 0
         self.closed = False
         """True once the batch is full: later results change neither batch nor errors."""
@@ -153,7 +175,7 @@ class _Attempt:
         self.errors: dict[str, str] = {}
         self.has_unflushed = asyncio.Event()
         self.has_unjudged = asyncio.Event()
-        self.has_verdict = asyncio.Event()
+        self.has_changed = asyncio.Event()
         self.ended = asyncio.Event()
         self.start_s = time.monotonic()
 
@@ -171,8 +193,9 @@ class _Attempt:
                     await self._until_decided()
                     if self.selection.full or self.settings.static or next_part is None:
                         break
-                    self.refuse_failures()
-                    self._refuse_more_rounds()
+                    if self.selection.decided:
+                        self.refuse_failures()
+                        self._refuse_more_rounds()
                     await self._open(await asyncio.to_thread(next_part, self.parts[-1]))
                 judging.cancel()
                 await self._close(cut_off)
@@ -183,6 +206,8 @@ class _Attempt:
     def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         for group_id, (_, group) in self.planned.items():
             if group_id not in self.tasks and group_id not in self.done:
+                if self.pool is not None:
+                    self.waiting.add(group_id)
                 self.tasks[group_id] = tasks.create_task(self._sample(group))
 
     async def _open(self, part: PlanPart) -> None:
@@ -205,12 +230,33 @@ class _Attempt:
                 ids_of_plan.setdefault(group.earlier, []).append(group_id)
         for digest, group_ids in ids_of_plan.items():
             self.earlier |= await asyncio.to_thread(self.rows.earlier, digest, group_ids)
+        if self.pool is not None:
+            late = await self._finished_late(part, self.pool.group_ids | set(finished))
+            self.num_adopted += len(late)
+            self.earlier |= late
         self._report()
 
+    async def _finished_late(self, part: PlanPart, known: set[str]) -> Groups:
+        """Return groups of the buffer that finished after the rollout before, and were lost with
+        the pool. `known`: groups that are not looked for."""
+        ids_of_plan: dict[str, list[str]] = {}
+        for waiting in part.plan.before.buffer:
+            if waiting.finished is None and waiting.group_id not in known:
+                ids_of_plan.setdefault(waiting.plan, []).append(waiting.group_id)
+        late: Groups = {}
+        for digest, group_ids in ids_of_plan.items():
+            late |= await asyncio.to_thread(self.rows.finished, digest, group_ids)
+        return late
+
     async def _until_decided(self) -> None:
-        while not self.selection.decided:
-            self.has_verdict.clear()
-            await self.has_verdict.wait()
+        """Wait until the batch is decided, or the pool has no further group to begin."""
+        while not self.selection.decided and not self._needs_groups():
+            self.has_changed.clear()
+            await self.has_changed.wait()
+
+    def _needs_groups(self) -> bool:
+        has_rounds = len(self.parts) < self.settings.max_rounds
+        return self.pool is not None and not self.waiting and has_rounds
 
     async def _sample(self, group: PlannedGroup) -> None:
         group_id = group.group_id
@@ -218,26 +264,44 @@ class _Attempt:
         if so_far and all(sample.status in FINISHED for sample in so_far):
             # An earlier rollout finished the group: its tokens are not counted again.
             self._add_finished(so_far)
+            self.waiting.discard(group_id)
+            return
+        if self.pool is not None:
+            await self.pool.begin(group, so_far, self.generate)
+            self._begin(group_id)
+            await self._finish(group, so_far, self.pool.result(group_id))
             return
         async with self.slots:
-            self.running.add(group_id)
-            try:
-                samples = await self.generate(group, so_far)
-                if self.closed and any(sample.status not in FINISHED for sample in samples):
-                    self.cut[group_id] = samples
-                    self._count(samples, so_far)
-                else:
-                    self._count(samples, so_far)
-                    self._add_finished(samples)
-            except RlpipeError as error:
-                # Once the batch is full, the cut-off may cause failures: such groups wait.
-                if not self.closed:
-                    self.errors[group_id] = str(error)
-                    samples = failed_samples(group, error)
-                    self.failed[group_id] = samples
-                    self._count(samples, ())
-                    self._add_complete(group_id, samples)
-            self.running.discard(group_id)
+            self._begin(group_id)
+            await self._finish(group, so_far, self.generate(group, so_far))
+
+    def _begin(self, group_id: str) -> None:
+        self.running.add(group_id)
+        self.waiting.discard(group_id)
+        self.has_changed.set()
+
+    async def _finish(
+        self, group: PlannedGroup, so_far: Sequence[Sample], sampling: Awaitable[list[Sample]]
+    ) -> None:
+        """Wait for the samples of a group and record them."""
+        group_id = group.group_id
+        try:
+            samples = await sampling
+            if self.closed and any(sample.status not in FINISHED for sample in samples):
+                self.cut[group_id] = samples
+                self._count(samples, so_far)
+            else:
+                self._count(samples, so_far)
+                self._add_finished(samples)
+        except RlpipeError as error:
+            # Once the batch is full, the cut-off may cause failures: such groups wait.
+            if not self.closed:
+                self.errors[group_id] = str(error)
+                samples = failed_samples(group, error)
+                self.failed[group_id] = samples
+                self._count(samples, ())
+                self._add_complete(group_id, samples)
+        self.running.discard(group_id)
 
     def _add_finished(self, samples: list[Sample]) -> None:
         self.unflushed.append(samples)
@@ -248,13 +312,25 @@ class _Attempt:
         """Record a group with complete rows, and judge the group now or soon."""
         self.done[group_id] = ages(samples)
         self.progress.finished_groups += 1
-        verdict = self.judge.at_once(samples)
+        verdict = self._stale(group_id) or self.judge.at_once(samples)
         if verdict is not None:
             self._decide(verdict)
         else:
             self.unjudged.append(samples)
             self.has_unjudged.set()
         self._report()
+
+    def _stale(self, group_id: str) -> Verdict | None:
+        """Return the verdict about a complete group that has too old tokens, else None."""
+        allowed = self.settings.oldest_version
+        oldest = self.done[group_id]["oldest"]
+        newest = self.done[group_id]["finished"]
+        # A group without `finished` failed.
+        if allowed is None or oldest is None or newest is None or oldest >= allowed:
+            return None
+        if self.settings.mask_stale and newest >= allowed:
+            return None
+        return Verdict(group_id, "stale")
 
     def _report(self) -> None:
         if self.on_progress:
@@ -278,7 +354,7 @@ class _Attempt:
         if verdict.error is not None:
             self.errors.setdefault(verdict.group_id, verdict.error)
         self.progress.accepted_groups = len(self.selection.accepted)
-        self.has_verdict.set()
+        self.has_changed.set()
 
     def _count(self, samples: Sequence[Sample], so_far: Sequence[Sample]) -> None:
         self.progress.count(samples, so_far)

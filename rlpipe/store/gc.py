@@ -111,6 +111,9 @@ class _Reachable:
         }
         self._next: dict[str, int] = {}
         """First iteration that a branch has not committed."""
+        self._with_late_groups: set[str] = set()
+        """Plans of groups that are open after the newest commit of a branch. A group that finished
+        since then has a shard below its plan, and the next rollout adopts the group."""
         self.paths: set[str] = set()
         branches = self._branches.names()
         for branch in branches:
@@ -123,6 +126,8 @@ class _Reachable:
             if name.startswith("plans/") and name.endswith("/plan.json")
         }
         self._add_open_plans({digest for digest in plans if self._is_open(digest)})
+        for digest in self._with_late_groups & plans:
+            self.paths.update(self._files.list(Plans.groups_prefix(digest)))
         self._add_leaves()
         self.paths |= {name for name in names if self._belongs(name, branches)}
 
@@ -162,6 +167,8 @@ class _Reachable:
         self._add_named(Stage.INIT, self._branches.get(branch).init)
         newest = self._branches.newest(branch)
         self._next[branch] = newest.iteration + 1 if newest else 0
+        buffer = newest.data.buffer if newest else ()
+        self._with_late_groups |= {open_.plan for open_ in buffer if open_.finished is None}
         for commit in self._branches.walk(branch):
             if commit.branch != branch:
                 break  # the branch of that commit adds the rest

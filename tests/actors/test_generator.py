@@ -19,6 +19,7 @@ from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import load_run, validate
 from rlpipe.errors import DataError, Fenced
 from rlpipe.rollout.generate import FINISHED
+from rlpipe.rollout.rollout_rows import StoredRows
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
 from rlpipe.store.objects.files import Files
@@ -30,6 +31,13 @@ from tests.live_engine import CONTEXT_LEN, END, VOCAB_SIZE, Live, live_engine, l
 
 REPLACED = Driver("run", 1)
 DRIVER = Driver("run", 2)
+SLOW = """
+import asyncio
+
+async def hook(args, sample, *, rollout_id, evaluation):
+    await asyncio.sleep(0.2 * (sample.group_index % 2))
+"""
+"""A hook that makes every other group slow."""
 REWARD = "def reward(sample):\n    return float(len(sample.response_ids) % 2)\n"
 
 
@@ -359,3 +367,55 @@ async def test_a_generator_draws_each_kept_prompt_once_per_epoch_and_reports_the
         )
     with pytest.raises(Fenced):
         await generator.overlong(REPLACED)
+
+
+@pytest.mark.integration
+async def test_open_groups_continue_between_rollouts_and_are_adopted_after_the_loss_of_the_pool(
+    live, tmp_path
+):
+    (tmp_path / "slow.py").write_text(SLOW)
+    pooled = {
+        "rollout_batch_size": 2,
+        "rollout_max_response_len": 16,
+        "selection": "first_finished",
+        "pool_size": 4,
+        "rollout_sample_hook_path": [f"{tmp_path / 'slow.py'}:hook"],
+    }
+    generator = await _generator(live, tmp_path, pooled, async_buffer_size=9)
+    state = DataState()
+    used: list[str] = []
+    for k in range(4):
+        planned = await generator.plan(DRIVER, k, state)
+        assert not planned["static"]
+        answer = await generator.rollout(DRIVER, planned["plan"])
+        out = answer["outputs"]
+        groups = _samples(tmp_path, answer)
+        state = DataState.model_validate(out["after"])
+        assert len(out["accepted"]) == 2 and not out["dropped"]
+        assert all(sample.status in FINISHED for key in out["accepted"] for sample in groups[key])
+        used += out["accepted"]
+        assert state.buffer, "groups stay open"
+        if k == 1:
+            # The groups that finish now are in the store before the pool is lost.
+            late = await _until_written(tmp_path, state)
+            await generator.abandon(DRIVER)
+        if k == 2:
+            assert late <= set(groups) and out["adopted_groups"] >= len(late)
+    assert len(set(used)) == len(used)
+    await generator.abandon(DRIVER)
+
+
+async def _until_written(folder: Path, state: DataState) -> set[str]:
+    """Wait until an open group of the buffer is written below its plan; return these groups."""
+    open_ids = {waiting.group_id: waiting.plan for waiting in state.buffer if not waiting.rows}
+    for _ in range(3000):
+        rows = StoredRows(Files(folder / "store"))
+        found = {
+            group_id
+            for plan in set(open_ids.values())
+            for group_id in rows.finished(plan, [*open_ids])
+        }
+        if found:
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError("no group was written between two rollouts")

@@ -116,6 +116,26 @@ def test_impossible_colocation_is_refused_with_the_reason(sections: dict[str, An
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"pool_size": 8}}, "needs rollout.selection: first_finished"),
+        ({"async_buffer_size": 0}, "async_buffer_size: 0"),
+        ({"deterministic": True}, "deterministic: true"),
+        ({"rollout": {"rollout_function_path": "a.py:f"}}, "rollout.rollout_function_path"),
+    ],
+)
+def test_open_groups_that_cannot_continue_are_refused_with_the_reason(
+    sections: dict[str, Any], words: str
+):
+    rollout = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, **sections.pop("rollout", {})}
+    if "pool_size" not in rollout:
+        rollout["selection"] = "first_finished"
+    with pytest.raises(ConfigError) as caught:
+        run(rollout=rollout, **{"async_buffer_size": 1, **sections})
+    assert words in str(caught.value)
+
+
 def test_in_place_sync_is_accepted_if_engines_keep_their_cache():
     config = run(
         resources={"colocate": True, "offload_rollout": False}, sync={"in_flight": "in_place"}

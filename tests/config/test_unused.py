@@ -53,6 +53,11 @@ CASES: list[tuple[list[str], str, list[str]]] = [
         ["rollout.over_sampling_batch_size=8", "async_buffer_size=1"],
     ),
     (
+        ["rollout.partial_rollout=true", "rollout.selection=first_finished", "async_buffer_size=1"],
+        "rollout.partial_rollout",
+        ["rollout.selection=planned", "rollout.over_sampling_batch_size=8"],
+    ),
+    (
         ["rollout.buffer_filter_path=a.py:f"],
         "rollout.buffer_filter_path",
         ["rollout.over_sampling_batch_size=8"],

@@ -249,8 +249,16 @@ def test_starting_and_retrying_a_flow_run_is_what_the_buttons_do():
 @pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (),
+        ("--s", "2", "--set", "rollout.selection=first_finished"),
+    ],
+    ids=["planned", "first_finished"],
+)
 def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothing(
-    tmp_path: Path, repository: Path
+    tmp_path: Path, repository: Path, layout: tuple[str, ...]
 ):
     home = tmp_path / "home"
     command = [
@@ -265,6 +273,7 @@ def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothin
         str(home),
         "--pairs",
         *PAIRS,
+        *layout,
     ]
     done = subprocess.run(
         command, cwd=repository, capture_output=True, text=True, timeout=1400, check=False

@@ -101,7 +101,8 @@ def lost(files: Files, commits: list[Commit], seen: set[str]) -> tuple[list[str]
     """Return the losses among the seen shards, and the number of groups checked.
 
     A loss is a missing shard, or a group that the committed rollout of its iteration does not have.
-    For iterations without a commit only missing shards count.
+    A group that the commit leaves open may be in the rollout of the next iteration instead. For
+    iterations without a commit only missing shards count.
     """
     by_iteration = {commit.iteration: commit for commit in commits}
     present = set(files.list("plans"))
@@ -114,8 +115,12 @@ def lost(files: Files, commits: list[Commit], seen: set[str]) -> tuple[list[str]
         # No commit yet, or a shard of an earlier soak.
         if commit is None or commit.branch != plan.branch:
             continue
-        node = Nodes(files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT])
-        recorded = set(read_rows(files, list(node.files), ["group_id"])["group_id"].to_pylist())
+        recorded = _recorded(files, commit)
+        if (following := by_iteration.get(plan.iteration + 1)) is not None:
+            still_open = {waiting.group_id for waiting in commit.data.buffer}
+            recorded |= still_open & _recorded(files, following)
+        else:
+            recorded |= {waiting.group_id for waiting in commit.data.buffer}
         for shard in shards:
             groups = set(decode(files.read(shard), shard, ["group_id"])["group_id"].to_pylist())
             groups_seen += len(groups)
@@ -124,6 +129,12 @@ def lost(files: Files, commits: list[Commit], seen: set[str]) -> tuple[list[str]
                 for group in groups - recorded
             ]
     return found, groups_seen
+
+
+def _recorded(files: Files, commit: Commit) -> set[str]:
+    """Return the groups with rows in the rollout of a commit."""
+    node = Nodes(files).get(Stage.ROLLOUT, commit.nodes[Stage.ROLLOUT])
+    return set(read_rows(files, list(node.files), ["group_id"])["group_id"].to_pylist())
 
 
 def _by_plan(shards: set[str]) -> dict[str, list[str]]:
