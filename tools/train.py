@@ -110,10 +110,19 @@ def print_result(summary: dict[str, Any]) -> None:
     print(f"{run}: see {home() / run}/report.html")
 
 
+RAY_AND_PREFECT = ("pydantic.v1", "starlette.datastructures")
+"""Packages that Ray imports at its first call, and Prefect too."""
+
+
 def import_clients() -> None:
     """Import Ray and the clients of the actors, which every run needs."""
     with quick_imports():
         import_module("rlpipe.actors.client")
+        # A thread starts Ray while this thread imports Prefect. Of a package with circular imports
+        # two threads can see a half: "cannot import name 'Field' from partially initialized module
+        # 'pydantic.v1.fields'".
+        for package in RAY_AND_PREFECT:
+            import_module(package)
 
 
 def finish(

@@ -1,7 +1,7 @@
-"""Import large packages without garbage collections, and without packages that nothing uses.
+"""Import large packages without garbage collections.
 
-    with quick_imports(), without("scipy"):
-        import transformers
+    with quick_imports():
+        import torch
 
 What a package creates lives as long as the process. Collections that walk through it take up to a
 third of the CPU time of an import: SGLang 9.0 s with them and 5.7 s without, a trainer rank 5.9 s
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 _frozen = False
 
@@ -34,21 +32,6 @@ def quick_imports() -> Iterator[None]:
         if enabled:
             _freeze_once()
             gc.enable()
-
-
-@contextmanager
-def without(*packages: str) -> Iterator[None]:
-    """Let imports in this block find none of these packages, unless they are imported already.
-
-    For packages that others import if they find them. After the block they can be imported.
-    """
-    hidden: dict[str, Any] = {name: None for name in packages if name not in sys.modules}
-    sys.modules.update(hidden)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 def _freeze_once() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from rlpipe.system import imports
-from rlpipe.system.imports import quick_imports, without
+from rlpipe.system.imports import quick_imports
 
 LEAVES_NOTHING_FROZEN = """
 import atexit, gc
@@ -70,19 +68,3 @@ def test_nothing_is_frozen_at_the_end_of_the_process():
         [sys.executable, "-c", LEAVES_NOTHING_FROZEN], capture_output=True, text=True, check=True
     )
     assert ended.stdout == "0\n"
-
-
-def test_a_package_cannot_be_found_within_the_block_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "unused_package.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    for _ in range(2):
-        with without("unused_package"):
-            assert importlib.util.find_spec("unused_package") is None
-            with pytest.raises(ImportError):
-                importlib.import_module("unused_package")
-    found = importlib.import_module("unused_package")
-    with without("unused_package"):
-        assert importlib.import_module("unused_package") is found, "imported already"
-    monkeypatch.delitem(sys.modules, "unused_package")

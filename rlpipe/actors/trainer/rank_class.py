@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpipe.config.model import ResourcesConfig
-from rlpipe.system.imports import quick_imports, without
+from rlpipe.system.imports import quick_imports
 
 BOTH = (
     "address",
@@ -39,8 +39,7 @@ def _forwarding(name: str, methods: tuple[str, ...]) -> type:
     """Return an actor class that makes a `rank_actors.<name>` and forwards these methods to it."""
 
     def make(self: Any, *arguments: Any) -> None:
-        # transformers imports scipy, if it finds it, for the losses of object detection.
-        with quick_imports(), without("scipy"):
+        with quick_imports():
             from rlpipe.actors.trainer import rank_actors
 
         self._rank = getattr(rank_actors, name)(*arguments)

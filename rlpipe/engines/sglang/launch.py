@@ -15,11 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from rlpipe.system import orphan
-from rlpipe.system.imports import quick_imports, without
-
-UNUSED = ("accelerate", "scipy")
-"""Packages that transformers imports if they are installed, and that a server does not use.
-accelerate also imports boto3. They took 7 % of the time of a server's imports."""
+from rlpipe.system.imports import quick_imports
 
 
 def hide_megatron() -> None:
@@ -39,7 +35,7 @@ def main(argv: list[str], prepare: Callable[[], None] | None = None) -> None:
     parent, arguments = orphan.take_parent(argv)
     if parent is not None:
         orphan.end_with(parent)
-    with quick_imports(), without(*UNUSED):
+    with quick_imports():
         if prepare is not None:
             prepare()
         from sglang.launch_server import run_server
