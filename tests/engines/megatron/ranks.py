@@ -6,6 +6,7 @@ the result back.
 
 from __future__ import annotations
 
+import multiprocessing
 import traceback
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.system.ports import free_port
 from tests.garbage import exempt_imports
+from tests.gpus import visible_gpus
 from tests.processes import fork_server
 
 PRELOADED = ["rlpipe.engines.megatron.engine"]
@@ -34,7 +36,9 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = fork_server(*PRELOADED)
+        # Imports of Megatron initialize CUDA, after which a fork cannot use it.
+        gpus = visible_gpus()
+        context = multiprocessing.get_context("spawn") if gpus else fork_server(*PRELOADED)
         self._pipes = []
         self._processes = []
         for _ in range(self._number):
