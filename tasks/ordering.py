@@ -37,7 +37,7 @@ async def wait_to_sample(run: str, k: int) -> None:
     """
     ctx = await context(run)
     before = commit_before_sampling(
-        k, ctx.config.async_buffer_size, ctx.config.sync.update_weights_interval
+        k, most_ahead(ctx.config), ctx.config.sync.update_weights_interval
     )
     await wait_until(ctx, lambda: is_committed(ctx, before), k, f"the commit of iteration {before}")
 
@@ -77,6 +77,19 @@ async def wait_for_evaluation(ctx: RunContext, k: int) -> None:
                 k,
                 f"an evaluation after {k} iterations that does not meet stop_when",
             )
+
+
+def most_ahead(config: RunConfig) -> int:
+    """Return the number of weight versions that a rollout may run ahead of training.
+
+    With `selection: first_finished` that is fewer than async_buffer_size allows. Groups that begin
+    with the oldest weights that are allowed would be too old in the next iteration, to which many
+    of them stay open.
+    """
+    if not config.rollout.pooled:
+        return config.async_buffer_size
+    least = config.sync.update_weights_interval - 1
+    return min(config.async_buffer_size, max(1, least))
 
 
 def commit_before_sampling(k: int, buffer_size: int, interval: int) -> int:

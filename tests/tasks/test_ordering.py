@@ -22,7 +22,13 @@ from rlpipe.types import Commit, DataState, Stage
 from tasks import context as contexts
 from tasks import ordering
 from tasks.context import RunContext
-from tasks.ordering import commit_before_sampling, wait_to_push, wait_to_sample, wait_to_train
+from tasks.ordering import (
+    commit_before_sampling,
+    most_ahead,
+    wait_to_push,
+    wait_to_sample,
+    wait_to_train,
+)
 from tests.tasks.test_begin import config
 
 Opened = Any
@@ -185,3 +191,25 @@ async def test_a_run_that_meets_its_stop_condition_stops_training(opened: Opened
     waiting = asyncio.create_task(wait_to_train("run", 1))
     assert await is_waiting(waiting)
     waiting.cancel()
+
+
+@pytest.mark.parametrize(
+    ("buffer_size", "interval", "expected"), [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 3)]
+)
+def test_rollouts_of_open_groups_run_less_far_ahead_than_their_tokens_may_be_old(
+    buffer_size: int, interval: int, expected: int
+):
+    run = config(
+        async_buffer_size=buffer_size,
+        sync={"update_weights_interval": interval},
+        rollout={
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "selection": "first_finished",
+        },
+    )
+    assert most_ahead(run) == expected
+    planned = run.model_copy(
+        update={"rollout": run.rollout.model_copy(update={"selection": "planned"})}
+    )
+    assert most_ahead(planned) == buffer_size

@@ -159,7 +159,8 @@ class Run:
         return self._figures(self.batches[warmup - 1], self.batches[warmup:])
 
     async def _iterate(self, k: int) -> None:
-        await self._until_committed(commit_before_sampling(k, self.case.s, 1))
+        ahead = self.case.s if self.pool is None else 1  # as `tasks.ordering.most_ahead`
+        await self._until_committed(commit_before_sampling(k, ahead, 1))
         part = await asyncio.to_thread(self.planner.part, k, await self.states[k], 0)
         if self.config.static:
             self.states[k + 1].set_result(part.plan.after)
