@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rlpipe.system.imports import quick_imports
 from rlpipe.system.orphan import end_with
@@ -30,7 +31,7 @@ def poll_less() -> None:
     is a third of the CPU time of a server without requests. The services run every 5 s or less
     often.
     """
-    workers = import_module("prefect.server.api.background_workers")
+    workers: Any = import_module("prefect.server.api.background_workers")
     workers.Worker = partial(
         workers.Worker, minimum_check_interval=POLL, scheduling_resolution=POLL
     )

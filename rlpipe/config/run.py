@@ -1,7 +1,7 @@
 """`RunConfig`: the complete configuration of a run, with one model per stage.
 
 The models below check combinations of keys of several sections. Errors of one section are in the
-section's own model.
+section's own model. One file because the checks are methods of one model.
 """
 
 from __future__ import annotations

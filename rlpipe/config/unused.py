@@ -126,9 +126,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "rollout.mask_offpolicy_in_partial_rollout: true or async_buffer_size above 0; otherwise "
         "every group starts again",
     ),
-    _needs(
-        "rollout.partial_rollout", lambda c: not c.rollout.pooled, "rollout.selection: planned"
-    ),
+    _needs("rollout.partial_rollout", lambda c: not c.rollout.pooled, "rollout.selection: planned"),
     _needs(
         "rollout.mask_offpolicy_in_partial_rollout",
         lambda c: _may_leave_groups(c) or c.async_buffer_size,

@@ -240,7 +240,7 @@ def test_a_run_that_stop_when_ended_says_so(tmp_path: Path):
     run.iterate(0)
     run.evaluate(0.5, metrics={"eval/held/accuracy": 0.5})
     assert run.reader().read().status == "ended by stop_when after 1 of 10 iterations"
-    # Only the newest weights count: somebody continued the run with another condition.
+    # Only the newest weights count: the run continued with another condition.
     run.iterate(1)
     run.evaluate(0.25, metrics={"eval/held/accuracy": 0.25})
     assert run.reader().read().status == "2 of 10 iterations"

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,11 @@ def _answer(server: socket.socket, what: bytes) -> None:
 def test_the_worker_of_the_background_services_polls_less(monkeypatch: pytest.MonkeyPatch):
     # Prefect reads its settings at import, and other tests of this file set them.
     from docket import Docket
-    from prefect.server.api import background_workers
 
-    monkeypatch.setattr(background_workers, "Worker", background_workers.Worker)
+    workers: Any = import_module("prefect.server.api.background_workers")
+    monkeypatch.setattr(workers, "Worker", workers.Worker)
     poll_less()
-    worker = background_workers.Worker(Docket(url="memory://"))
+    worker = workers.Worker(Docket(url="memory://"))
     assert worker.minimum_check_interval == worker.scheduling_resolution == POLL
 
 

@@ -488,15 +488,8 @@ def test_the_exit_code_tells_the_end_of_the_run(
 ):
     flow.ends = ends
     config = load_run(str(place / "small.yaml"), [], "mine")
-    assert (
-        train.drive(
-            argparse.Namespace(
-                recipe="r", overrides=["seed=1"], run="mine", takeover=False, quiet=False
-            ),
-            config,
-        )
-        == code
-    )
+    words = {"recipe": "r", "overrides": ["seed=1"], "run": "mine"}
+    assert train.drive(argparse.Namespace(**words, takeover=False, quiet=False), config) == code
     output = capsys.readouterr()
     assert (output.err if code else output.out).startswith(printed)
     assert (output.out if code else output.err) == ""

@@ -363,6 +363,7 @@ class MegatronEngine(MegatronRank):
         """
         assert batch.routed_experts is not None
         return layers_with_experts_only(self.trained.bridge.config, batch.routed_experts)
+
     def score_with_reference(
         self, batch: BatchColumns, *, max_tokens: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -381,7 +382,6 @@ class MegatronEngine(MegatronRank):
         policy = scored("")
         with self._reference_weights():
             return policy, scored("ref_")
-
 
     def score_and_route(
         self, batch: BatchColumns, *, max_tokens: int | None = None
