@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -42,7 +43,7 @@ from rlpipe.lineage import provenance
 from rlpipe.lineage.rollouts import iterations
 from rlpipe.lineage.sample_sets import write_samples
 from rlpipe.lineage.token_rows import decoder, tokenizer_of
-from rlpipe.store.audit.anomalies import find_anomalies
+from rlpipe.store.audit.anomalies import Anomaly, find_anomalies
 from rlpipe.store.audit.verification import check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
@@ -180,13 +181,38 @@ def printable(text: str) -> str:
 
 
 def unusual(files: Files, run: str, _k: int | None, _arguments: argparse.Namespace) -> int:
-    """Print a line for each anomaly."""
+    """Print a line for each kind of anomaly, with its iterations and values."""
     anomalies = find_anomalies(files, run)
-    for anomaly in anomalies:
-        where = f"{anomaly.branch}/{anomaly.iteration:<6}"
-        print(f"{where} {anomaly.rule:<15} {anomaly.value:<10.4g} usual: {anomaly.usual}")
+    for line in anomaly_lines(anomalies):
+        print(line)
     print(f"{run}: {len(anomalies)} unusual" if anomalies else f"{run}: no anomalies")
     return 0
+
+
+def anomaly_lines(anomalies: Iterable[Anomaly]) -> list[str]:
+    """Return a line for each branch and rule: number of iterations, first, last, values, limit."""
+    kinds: dict[tuple[str, str], list[Anomaly]] = {}
+    for anomaly in anomalies:
+        kinds.setdefault((anomaly.branch, anomaly.rule), []).append(anomaly)
+    return [_anomaly_line(kind) for kind in kinds.values()]
+
+
+def _anomaly_line(kind: Sequence[Anomaly]) -> str:
+    first = kind[0]
+    last = kind[-1]
+    if len(kind) == 1:
+        iterations = f"iteration {first.iteration}"
+    else:
+        iterations = f"{len(kind)} iterations, {first.iteration} to {last.iteration}"
+    low = f"{min(anomaly.value for anomaly in kind):.4g}"
+    high = f"{max(anomaly.value for anomaly in kind):.4g}"
+    values = low if low == high else f"{low} to {high}"
+    # The usual value of a jump depends on the iteration.
+    more = "" if all(anomaly.usual == first.usual for anomaly in kind) else " (of the first)"
+    return (
+        f"{first.branch:<12} {first.rule:<15} {iterations:<28} {values:<18} "
+        f"usual: {first.usual}{more}"
+    )
 
 
 def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
@@ -197,7 +223,11 @@ def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace
         table = provenance.trained_on(files, run, k)
         pq.write_table(table, arguments.out, compression="zstd")
         print(f"written: {table.num_rows} samples, {arguments.out}", file=sys.stderr)
-    print(json.dumps(provenance.backward(files, run, k), indent=1, ensure_ascii=False))
+    origin = provenance.backward(files, run, k)
+    for part in origin["branches"]:
+        if part["reward"] is not None:
+            part["reward"] = float(f"{part['reward']:.4g}")
+    print(json.dumps(origin, indent=1, ensure_ascii=False))
     return 0
 
 

@@ -1,8 +1,8 @@
 """Trace weights back to their batches, and prompts forward to the weights that trained on them.
 
-`backward` starts from the weights after an iteration. It returns the legs of their history (a
-branch, the branch that it was forked from, the run whose weights it started with) and for each leg
-the batches, verifiers, code, packages, engines and weight versions. `forward` starts from a prompt.
+`backward` starts from the weights after an iteration. It returns the branches of their history (the
+branch, its parent, the run whose weights it started with) and for each of them the batches,
+verifiers, code, packages, engines and weight versions. `forward` starts from a prompt.
 It returns each sample of it in any branch, with the optimizer step that trained on it.
 `descendants` returns the newest weights that descend from an iteration.
 """
@@ -50,7 +50,7 @@ FORWARD_COLUMNS = (
 
 
 @dataclass
-class Leg:
+class BranchPart:
     """The commits of one branch in a history, oldest first, and the node of its first weights."""
 
     branch: str
@@ -59,7 +59,7 @@ class Leg:
 
     @property
     def last(self) -> int:
-        """Last iteration of the leg; -1 for a leg without commits."""
+        """Last iteration of the part; -1 for a part without commits."""
         return self.commits[-1].iteration if self.commits else -1
 
 
@@ -113,29 +113,29 @@ class Origins:
             self.damaged[branch] = str(error)
 
 
-def legs(files: Files, branch: str, iteration: int | None = None) -> list[Leg]:
-    """Return the history of the weights after an iteration (None: the newest), newest leg first.
+def branch_parts(files: Files, branch: str, iteration: int | None = None) -> list[BranchPart]:
+    """Return the history of the weights after an iteration (None: the newest), by branch.
 
-    The history passes through forks and warm starts. Raises: ObjectMissing if the branch or the
-    commit does not exist; ObjectCorrupt.
+    The newest branch is first. The history passes through forks and warm starts. Raises:
+    ObjectMissing if the branch or the commit does not exist; ObjectCorrupt.
     """
     branches = Branches(files)
     nodes = Nodes(files)
     origins = Origins(files)
 
-    def new_leg(name: str) -> Leg:
-        return Leg(name, nodes.get(Stage.INIT, branches.get(name).init))
+    def new_part(name: str) -> BranchPart:
+        return BranchPart(name, nodes.get(Stage.INIT, branches.get(name).init))
 
-    found: list[Leg] = []
+    found: list[BranchPart] = []
     origin: tuple[str, int | None] | None = (branch, iteration)
     while origin is not None:
         first = len(found)
         for commit in _back_from(branches, *origin):
             if len(found) == first or found[-1].branch != commit.branch:
-                found.append(new_leg(commit.branch))
+                found.append(new_part(commit.branch))
             found[-1].commits.insert(0, commit)
         if len(found) == first:  # weights before the first iteration
-            found.append(new_leg(origin[0]))
+            found.append(new_part(origin[0]))
         warm_start = found[-1].init.parents.get("start_from")
         origin = origins.of(warm_start) if warm_start else None
     return found
@@ -144,13 +144,13 @@ def legs(files: Files, branch: str, iteration: int | None = None) -> list[Leg]:
 def backward(files: Files, branch: str, iteration: int | None = None) -> dict[str, Any]:
     """Return what made the weights after an iteration (None: the newest), as plain values.
 
-    Keys: `weights` (version, digests of state and checkpoint) and `legs`, newest first. Raises: as
-    `legs`.
+    Keys: `weights` (version, digests of state and checkpoint) and `branches`, newest first. Raises:
+    as `branch_parts`.
     """
-    chain = legs(files, branch, iteration)
+    chain = branch_parts(files, branch, iteration)
     return {
         "weights": _weights(files, chain[0]),
-        "legs": [_leg_values(files, leg) for leg in chain],
+        "branches": [_part_values(files, part) for part in chain],
     }
 
 
@@ -160,7 +160,7 @@ def trained_on(files: Files, branch: str, iteration: int | None = None) -> pa.Ta
     The columns are those of the SQL table `samples`.
     """
     return pa.concat_tables(
-        [_trained(files, leg) for leg in reversed(legs(files, branch, iteration))]
+        [_trained(files, part) for part in reversed(branch_parts(files, branch, iteration))]
     )
 
 
@@ -289,15 +289,15 @@ def _back_from(branches: Branches, branch: str, iteration: int | None) -> Iterat
         commit = branches.read(*parse_commit_name(commit.parent)) if commit.parent else None
 
 
-def _weights(files: Files, leg: Leg) -> dict[str, Any]:
+def _weights(files: Files, part: BranchPart) -> dict[str, Any]:
     nodes = Nodes(files)
-    recorded = leg.commits[-1].nodes[Stage.TRAIN] if leg.commits else leg.init.digest
-    state = current_state(Segments(files), leg.branch, leg.last + 1, recorded)
+    recorded = part.commits[-1].nodes[Stage.TRAIN] if part.commits else part.init.digest
+    state = current_state(Segments(files), part.branch, part.last + 1, recorded)
     checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(state).digest)
     return {
-        "branch": leg.branch,
-        "iteration": leg.last if leg.commits else None,
-        "version": leg.last + 1,
+        "branch": part.branch,
+        "iteration": part.last if part.commits else None,
+        "version": part.last + 1,
         "node": state,
         "state_digest": state_node(nodes, state).outputs.get("state_digest"),
         "checkpoint": checkpoint.digest if checkpoint else None,
@@ -305,27 +305,27 @@ def _weights(files: Files, leg: Leg) -> dict[str, Any]:
     }
 
 
-def _leg_values(files: Files, leg: Leg) -> dict[str, Any]:
-    rows = _trained(files, leg)
+def _part_values(files: Files, part: BranchPart) -> dict[str, Any]:
+    rows = _trained(files, part)
     rewards = rows["reward"].drop_null().to_pylist()
     nodes = Nodes(files)
     rewarded = [
         (c.iteration, nodes.get(Stage.REWARD, c.nodes[Stage.REWARD]))
-        for c in leg.commits
+        for c in part.commits
         if Stage.REWARD in c.nodes
     ]
-    config = Branches(files).config(leg.branch)
+    config = Branches(files).config(part.branch)
     return {
-        "branch": leg.branch,
+        "branch": part.branch,
         "commits": [
-            commit_name(c.branch, c.iteration) for c in (leg.commits[:1] + leg.commits[-1:])
+            commit_name(c.branch, c.iteration) for c in (part.commits[:1] + part.commits[-1:])
         ],
-        "iterations": len(leg.commits),
+        "iterations": len(part.commits),
         "samples": rows.num_rows,
         "groups": len(set(rows["group_id"].to_pylist())),
         "prompts": len(set(rows["prompt"].to_pylist())),
         "dropped": dict(
-            Counter(reason for commit in leg.commits for reason in commit.dropped.values())
+            Counter(reason for commit in part.commits for reason in commit.dropped.values())
         ),
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "rewards": _spans(
@@ -335,21 +335,21 @@ def _leg_values(files: Files, leg: Leg) -> dict[str, Any]:
         "weight_versions": _range(rows["newest_version"]),
         "staleness": _range(rows["staleness"]),
         "engines": sorted(set(rows["engine"].to_pylist()) - {None, ""}),
-        "packages": _spans((commit.iteration, commit.packages) for commit in leg.commits),
+        "packages": _spans((commit.iteration, commit.packages) for commit in part.commits),
         "configurations": _spans(
-            (commit.iteration, commit.config_digest) for commit in leg.commits
+            (commit.iteration, commit.config_digest) for commit in part.commits
         ),
-        "drivers": _spans((commit.iteration, commit.epoch) for commit in leg.commits),
-        "code": _hooks(nodes, leg),
-        "model": {**leg.init.config, "source": (config.get("model") or {}).get("source")},
-        "sources": leg.init.outputs.get("sources", {}),
+        "drivers": _spans((commit.iteration, commit.epoch) for commit in part.commits),
+        "code": _hooks(nodes, part),
+        "model": {**part.init.config, "source": (config.get("model") or {}).get("source")},
+        "sources": part.init.outputs.get("sources", {}),
     }
 
 
-def _hooks(nodes: Nodes, leg: Leg) -> dict[str, list[str]]:
+def _hooks(nodes: Nodes, part: BranchPart) -> dict[str, list[str]]:
     """Return path of a user function → sha256 of each source that was used."""
     found: dict[str, list[str]] = {}
-    for commit in leg.commits:
+    for commit in part.commits:
         for stage, digest in commit.nodes.items():
             for path, sha256 in nodes.get(stage, digest).hooks.items():
                 if sha256 not in found.setdefault(path, []):
@@ -357,9 +357,9 @@ def _hooks(nodes: Nodes, leg: Leg) -> dict[str, list[str]]:
     return found
 
 
-def _trained(files: Files, leg: Leg) -> pa.Table:
-    rows = scalars.read(files, leg.branch, ancestors=False)
-    return rows.filter(pc.field("trained") & (pc.field("iteration") <= leg.last))
+def _trained(files: Files, part: BranchPart) -> pa.Table:
+    rows = scalars.read(files, part.branch, ancestors=False)
+    return rows.filter(pc.field("trained") & (pc.field("iteration") <= part.last))
 
 
 def _range(column: pa.ChunkedArray) -> list[int] | None:

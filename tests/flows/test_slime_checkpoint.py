@@ -106,7 +106,7 @@ def test_a_run_continues_slimes_checkpoint_and_its_lineage_names_it(
     assert sources["policy"]["path"] == str(folders["run"] / "iter_0000001")
     assert sources["policy"]["sha256"] == init.config["sources"]["optimizer"]
     assert sources["reference"]["path"] == str(folders["reference"] / "release")
-    assert provenance.backward(files, "continued")["legs"][0]["sources"] == sources
+    assert provenance.backward(files, "continued")["branches"][0]["sources"] == sources
 
     trained = [
         nodes.get(Stage.TRAIN, branches.read("continued", k).nodes[Stage.TRAIN]) for k in (0, 1)

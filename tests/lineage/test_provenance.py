@@ -11,10 +11,10 @@ from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.lineage.provenance import (
     backward,
+    branch_parts,
     descendants,
     find_prompts,
     forward,
-    legs,
     optimizer_steps,
     trained_on,
 )
@@ -83,14 +83,17 @@ def files(tmp_path: Path) -> Files:
 
 def test_weights_are_traced_through_forks_and_warm_starts(files: Files):
     def told(branch: str, iteration: int | None = None) -> list[tuple[str, int, int]]:
-        return [(leg.branch, len(leg.commits), leg.last) for leg in legs(files, branch, iteration)]
+        return [
+            (part.branch, len(part.commits), part.last)
+            for part in branch_parts(files, branch, iteration)
+        ]
 
     assert told("run") == [("run", 4, 3)]
     assert told("run", 1) == [("run", 2, 1)]
     assert told("fork") == [("fork", 1, 2), ("run", 2, 1)]
     assert told("warm") == [("warm", 1, 0), ("run", 2, 1)]
     with pytest.raises(ObjectMissing):
-        legs(files, "run", 9)
+        branch_parts(files, "run", 9)
 
 
 def test_backward_names_batches_and_code_of_the_weights(files: Files):
@@ -100,17 +103,17 @@ def test_backward_names_batches_and_code_of_the_weights(files: Files):
         told["weights"]["checkpoint"]
         == checkpoint_inputs(Branches(files).read("run", 1).nodes[Stage.TRAIN]).digest
     )
-    [leg] = backward(files, "run")["legs"]
-    assert leg["packages"] == [
+    [part] = backward(files, "run")["branches"]
+    assert part["packages"] == [
         {"iterations": [0, 1], "value": {"torch": "2"}},
         {"iterations": [2, 3], "value": {"torch": "3"}},
     ]
-    assert (leg["samples"], leg["groups"], leg["prompts"], leg["reward"]) == (18, 9, 9, 1.0)
-    assert leg["dropped"] == {"filtered": 2}
-    assert leg["weight_versions"] == [0, 0] and leg["staleness"] == [0, 3]
+    assert (part["samples"], part["groups"], part["prompts"], part["reward"]) == (18, 9, 9, 1.0)
+    assert part["dropped"] == {"filtered": 2}
+    assert part["weight_versions"] == [0, 0] and part["staleness"] == [0, 3]
 
 
-def test_trained_on_returns_the_rows_of_every_leg(files: Files):
+def test_trained_on_returns_the_rows_of_every_branch(files: Files):
     rows = trained_on(files, "warm").to_pylist()
     assert {(row["branch"], row["iteration"]) for row in rows} == {
         ("run", 0),
@@ -159,7 +162,7 @@ def test_a_damaged_branch_is_named_and_hides_no_other(files: Files, broken: str)
     having, more = descendants(files, {"run": 0})
     assert having == ["run@3", "fork@2", "warm@0"]
     assert list(damaged | more) == ["other"] and broken in (damaged | more)["other"]
-    assert [leg.branch for leg in legs(files, "warm")] == ["warm", "run"]
+    assert [part.branch for part in branch_parts(files, "warm")] == ["warm", "run"]
 
 
 def test_a_trace_that_needs_a_damaged_branch_names_it(files: Files):
@@ -168,7 +171,7 @@ def test_a_trace_that_needs_a_damaged_branch_names_it(files: Files):
     with pytest.raises(
         ObjectMissing, match=r"(?s)no branch has made these weights.*run cannot be read"
     ):
-        legs(files, "warm")
+        branch_parts(files, "warm")
 
 
 def test_every_branch_is_read_once(files: Files, monkeypatch: pytest.MonkeyPatch):
@@ -213,7 +216,10 @@ def test_the_weights_of_a_segment_are_traced_to_their_iteration(tmp_path: Path):
     Branches(files).create(
         "warm", {}, nodes.commit(make_node(Stage.INIT, {"start_from": checkpoint})).digest
     )
-    assert [(leg.branch, leg.last) for leg in legs(files, "warm")] == [("warm", -1), ("run", 0)]
+    assert [(part.branch, part.last) for part in branch_parts(files, "warm")] == [
+        ("warm", -1),
+        ("run", 0),
+    ]
     weights = backward(files, "run", 0)["weights"]
     assert (weights["node"], weights["checkpoint"]) == (made, checkpoint)
     assert backward(files, "run", 1)["weights"]["node"] == recorded[1]

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpipe.errors import StoreError
+from rlpipe.store.audit.anomalies import Anomaly
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -72,7 +73,38 @@ def test_lineage_forward_and_queries_are_printed(
     assert tool("sql", "SELECT count(*) AS n FROM samples WHERE trained") == 0
     assert capsys.readouterr().out == '{"n": 8}\n'
     assert tool("unusual") == 0
-    assert "no_signal" in capsys.readouterr().out
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no_signal" in line]
+    assert len(lines) == 1 and "2 iterations, 0 to 1" in lines[0]
+
+
+def test_anomalies_of_one_kind_are_one_line():
+    anomalies = [Anomaly("reward_errors", "run", k, 0.5, "at most 2%") for k in range(30)]
+    anomalies.append(Anomaly("grad_norm", "run", 7, 9.0, "1 ± 0.1 over the 10 iterations before"))
+    first, second = audit.anomaly_lines(anomalies)
+    assert " ".join(first.split()) == (
+        "run reward_errors 30 iterations, 0 to 29 0.5 usual: at most 2%"
+    )
+    assert "iteration 7 " in second and "usual: 1 ± 0.1" in second
+    changing = [Anomaly("grad_norm", "run", k, float(k), f"about {k}") for k in (3, 5)]
+    [line] = audit.anomaly_lines(changing)
+    assert (
+        "2 iterations, 3 to 5" in line and " 3 to 5 " in line and "about 3 (of the first)" in line
+    )
+
+
+def test_lineage_prints_the_mean_reward_with_four_digits(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    traced = audit.provenance.backward
+
+    def backward(*arguments: object) -> dict:
+        found = traced(*arguments)  # type: ignore[arg-type]
+        found["branches"][0]["reward"] = 0.17316666666666667
+        return found
+
+    monkeypatch.setattr(audit.provenance, "backward", backward)
+    assert tool("lineage") == 0
+    assert '"reward": 0.1732,' in capsys.readouterr().out
 
 
 def test_without_a_run_every_store_of_the_home_is_checked(
