@@ -126,7 +126,8 @@ async def drive(
     config: RunConfig, home: Path, stopping: Stopping, *, takeover: bool
 ) -> dict[str, Any]:
     """Begin a run, run its remaining iterations, report; return the summary."""
-    with Progress(config.run, config.num_rollout) as progress:
+    may_end_early = config.stop_when is not None
+    with Progress(config.run, config.num_rollout, may_end_early=may_end_early) as progress:
         started = time.perf_counter()
         origin = await stopping.run(start_run(config, home, progress, takeover=takeover))
         completed = cancelled = False

@@ -42,6 +42,8 @@ VALUES_WIDTH = 40
 """Columns that are kept for the values behind a bar, so that the bar does not jump."""
 GAP = 2
 """Columns between two values."""
+SMALLEST_REST_S = 0.1
+"""Time between the stages of an iteration that its line shows."""
 
 
 @dataclass(slots=True)
@@ -89,8 +91,8 @@ class Progress:
     """The progress of one run, used as a context by the driver.
 
     It draws on the open `Screen` of the process, else on one of its own. `first_iteration`: the
-    iteration at which a resumed run starts; `begin` sets it later. `stream`: default is standard
-    error. `clock`: returns seconds.
+    iteration at which a resumed run starts; `begin` sets it later. `may_end_early`: the time left is an
+    upper bound. `stream`: default is standard error. `clock`: returns seconds.
     """
 
     def __init__(
@@ -99,12 +101,14 @@ class Progress:
         total_iterations: int,
         first_iteration: int = 0,
         *,
+        may_end_early: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
         self.total = total_iterations
         self.first = first_iteration
+        self._at_most = "at most " if may_end_early else ""
         self._clock = clock
         opened = current() if stream is None else None
         self._screen = opened or Screen(stream=stream, clock=clock)
@@ -255,10 +259,16 @@ class Progress:
             line.append("  ").append_text(_labelled(name, value))
         line.append(f"  {duration(now - self._last_end)}")
         if seconds:
-            stages = " ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
+            rest = now - self._last_end - sum(seconds.values())
+            # Stages of several iterations overlap: then there is no such rest.
+            timed = {**seconds, "between stages": rest} if rest >= SMALLEST_REST_S else seconds
+            stages = " ".join(f"{name} {spent:.1f}" for name, spent in timed.items())
             line.append(f" ({stages})", style="dim")
         left = self._seconds_left(now)
-        return line.append(f"  {duration(left)} left", style="dim") if left else line
+        return line.append(f"  {self._left_text(left)}", style="dim") if left else line
+
+    def _left_text(self, seconds: float) -> str:
+        return f"{self._at_most}{duration(seconds)} left"
 
     def _seconds_left(self, now: float) -> float | None:
         """Return the seconds until the last iteration at the mean speed so far.
@@ -292,7 +302,7 @@ class Progress:
     def _run_values(self, now: float) -> str:
         left = self._seconds_left(now)
         values = [f"{self._done}/{self.total}", duration(now - self._started)]
-        return "  ".join([*values, f"{duration(left)} left"] if left else values)
+        return "  ".join([*values, self._left_text(left)] if left else values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,30 @@ def test_without_a_terminal_one_plain_line_is_written_per_iteration():
     ]
 
 
+def test_the_time_left_is_an_upper_bound_if_the_run_may_end_early():
+    stream = io.StringIO()
+    clock = Clock()
+    with Progress("spell", 3, may_end_early=True, stream=stream, clock=clock) as progress:
+        clock.tick(3)
+        progress.iteration({})
+        assert block(progress)[0].endswith("at most 6.0 s left")
+    assert stream.getvalue().strip() == "spell 1/3  3.0 s  at most 6.0 s left"
+
+
+def test_the_time_between_stages_is_named():
+    stream = io.StringIO()
+    clock = Clock()
+    with Progress("spell", 1, stream=stream, clock=clock) as progress:
+        progress.stage("rollout", 0)
+        clock.tick(2)
+        progress.end_stage(0)
+        clock.tick(0.5)
+        progress.stage("train", 0)
+        clock.tick(1)
+        progress.iteration({}, 0)
+    assert "3.5 s (rollout 2.0 train 1.0 between stages 0.5)" in stream.getvalue()
+
+
 def test_the_times_of_a_repeated_stage_add_up():
     stream = io.StringIO()
     clock = Clock()
