@@ -189,9 +189,13 @@ def begin_cluster(config: RunConfig, home: Path) -> None:
 
     `open_cluster` finds them. So they import their packages, the largest part of a start, while
     this process imports the flow. Engines start if the model directory exists, except for a run
-    whose warm start comes first. Another configuration in `open_cluster` restarts them.
+    whose warm start comes first. Another configuration in `open_cluster` restarts them. Nothing
+    starts for a fork.
     Raises: as `named.begin_actors`, `as_recorded` and `model_directory_if_present`.
     """
+    # A fork may rebuild its weights first, with a trainer that needs the CPUs of these actors.
+    if config.fork_from is not None:
+        return
     config = placed(config, []).config
     cwd = str(Path.cwd())
     engines = named.begin_actors(

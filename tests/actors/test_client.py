@@ -19,6 +19,7 @@ from rlpipe.actors.ray import named
 from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.specs import ClusterSpec
+from rlpipe.config.model import BranchModel
 from rlpipe.errors import ActorLost, Fenced
 from tests.actors.test_conductor import spec
 
@@ -139,3 +140,14 @@ def test_engines_start_early_with_the_settings_of_the_conductor(
     opened = ClusterSpec(placed(config, []).config, str(tmp_path), "model", "store")
     wanted = [EngineSpec.of(opened, config.cluster, None)] if starts else []
     assert [engine.specs for engine in engines] == [wanted, wanted]
+
+
+def test_no_actor_of_a_fork_takes_the_cpus_that_rebuild_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = spec(tmp_path).config
+    config = config.model_copy(update={"fork_from": BranchModel(branch="parent")})
+    begun: list[str] = []
+    monkeypatch.setattr(named, "begin_actors", lambda cluster, *_, **__: begun.append(cluster))
+    client.begin_cluster(config, tmp_path)
+    assert begun == []
