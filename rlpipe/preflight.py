@@ -1,6 +1,6 @@
 """Check a configuration before anything starts: `check`. A typo costs a second, not a minute.
 
-Checks that need a tokenizer or a server run later, in the generator.
+The longest prompts are counted here. All rows are encoded later, in the generator.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
 from rlpipe.config.weight_file_hooks import check_weight_file_hooks
 from rlpipe.data.hub_commits import as_recorded
+from rlpipe.data.prompt_lengths import check_prompt_lengths
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
 from rlpipe.engines.megatron.bridges.supported import check_supported
@@ -107,6 +108,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
         row = next((checked[0] for checked in rows if checked), None)
         if row and config.data.apply_chat_template and not has_chat_template(directory):
             raise no_template_error(str(directory), row.prompt, row.where)
+        check_prompt_lengths(config, rows, directory)
         _check_trainer(config, directory)
     elif isinstance(config.model.source, MadeModel):
         _check_maker(config.model.source)

@@ -26,7 +26,9 @@ from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.trainer.checkpoints import prune
 from rlpipe.config.load import home as default_home
 from rlpipe.config.load import validate_stored
+from rlpipe.config.model import MadeModel
 from rlpipe.config.run import RunConfig
+from rlpipe.data.prompt_lengths import check_prompt_lengths, file_rows
 from rlpipe.errors import ResourceError
 from rlpipe.lineage.states import Lineages
 from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory, model_fingerprint
@@ -230,6 +232,10 @@ async def _open_run(
             )
         check_stop_ids(config.rollout, config.evaluation.datasets, model_dir)
         check_context_len(config.engine, config.rollout, config.evaluation.datasets, model_dir)
+        # The preflight had no directory of a model that is made here.
+        if isinstance(config.model.source, MadeModel) and not epoch.joined:
+            rows = await asyncio.to_thread(file_rows, config)
+            await asyncio.to_thread(check_prompt_lengths, config, rows, Path(model_dir))
         cluster = await open_cluster(
             config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root
         )

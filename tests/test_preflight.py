@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deployments.recipes.tiny_models import character_tokenizer
 from rlpipe.config.load import load_run, validate
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
@@ -155,6 +156,30 @@ def test_a_chat_template_is_needed_before_anything_starts(
     (folder / "model/tokenizer_config.json").write_text("{}")
     (folder / "model/chat_template.jinja").touch()
     check(chat, folder)
+
+
+@pytest.mark.parametrize("name", ["train", "held"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_longer_than_the_models_context_is_refused(folder: Path, name: str, chat: bool):
+    tokenizer = character_tokenizer("prefix")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" if chat else None
+    write_model(folder / "model", model_type="qwen3", max_position_embeddings=100)
+    tokenizer.save_pretrained(folder / "model")
+    data = {"prompts": prompts(folder, "train.jsonl"), "apply_chat_template": chat}
+
+    def write(characters: int, text: str = "1") -> None:
+        row = json.dumps({"prompt": text * characters, "answer": "2"})
+        (folder / f"{name}.jsonl").write_text(ROW * 20 + row)
+
+    write(99)
+    check(config(folder, data=data), folder / "home")
+    write(17, "prefix")  # 17 tokens
+    check(config(folder, data=data), folder / "home")
+    write(100)
+    with pytest.raises(DataError, match=r"(?s)the prompt is too long.*100 tokens") as caught:
+        check(config(folder, data=data), folder / "home")
+    assert caught.value.where == f"{folder}/{name}.jsonl:21"
+    check(config(folder, data={**data, "overlong_prompts": "drop"}), folder / "home")
 
 
 def test_messages_need_apply_chat_template(folder: Path):

@@ -430,7 +430,7 @@ def _within_limits(
     answer = len(encoded.response_ids)
     if not tokens:
         raise DataError("the prompt has no tokens", where=where, found=repr(encoded.prompt))
-    limit, setting = _prompt_limit(data, rollout, max(answer, 1), model_context_len)
+    limit, setting = prompt_limit(data, rollout, max(answer, 1), model_context_len)
     overlong = Overlong(where, tokens, limit, setting) if tokens > limit else None
     if overlong is not None and data.overlong_prompts == "error":
         raise overlong.error
@@ -447,7 +447,7 @@ def _within_limits(
     return encoded if overlong is None else _cut_left(tokenizer, encoded, overlong)
 
 
-def _prompt_limit(
+def prompt_limit(
     data: DataConfig, rollout: RolloutConfig, answer: int, model_context_len: int | None
 ) -> tuple[int, str]:
     """Return (longest prompt in tokens before an answer of this length, key of that limit)."""

@@ -91,8 +91,8 @@ class Progress:
     """The progress of one run, used as a context by the driver.
 
     It draws on the open `Screen` of the process, else on one of its own. `first_iteration`: the
-    iteration at which a resumed run starts; `begin` sets it later. `may_end_early`: the time left is an
-    upper bound. `stream`: default is standard error. `clock`: returns seconds.
+    iteration at which a resumed run starts; `begin` sets it later. `may_end_early`: the time left
+    is an upper bound. `stream`: default is standard error. `clock`: returns seconds.
     """
 
     def __init__(

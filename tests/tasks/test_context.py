@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import tasks.context
-from rlpipe.errors import Fenced, ResourceError
+from rlpipe.errors import DataError, Fenced, ResourceError
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
@@ -35,6 +36,28 @@ async def test_a_run_can_be_opened_again_after_its_actors_failed_to_start(
     with pytest.raises(ResourceError, match="no room"):
         await open_context(run, tmp_path, Progress("mine", 3))
     assert Epochs(Files(tmp_path / "store")).acquire("mine", takeover=False).number == 2
+
+
+async def test_a_prompt_too_long_for_a_made_model_is_refused_before_actors_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the actors start")
+
+    monkeypatch.setattr(tasks.context, "open_cluster", refuse)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "label": "2"}\n' * 3)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "1" * 600, "label": "2"}))
+    maker = "deployments/recipes/tiny_models.py:make_spell_backward_model"
+    prompts = {"type": "file", "paths": [str(tmp_path / "a.jsonl")]}
+    held = {"name": "held", "prompts": {"type": "file", "paths": [str(tmp_path / "b.jsonl")]}}
+    run = config(
+        run="mine",
+        model={"source": {"type": "made", "maker": maker}},
+        data={"prompts": prompts},
+        evaluation={"datasets": [held]},
+    )
+    with pytest.raises(DataError, match=r"(?s)the prompt is too long.*600 tokens.*at most 511"):
+        await open_context(run, tmp_path, Progress("mine", 3))
 
 
 async def test_a_run_can_be_opened_again_after_its_record_could_not_be_written(
