@@ -94,7 +94,10 @@ def _endpoint(steps: Any) -> Any:
 
 
 async def _end_requests(manager: Any) -> None:
-    """Abort all requests and wait until they have returned their tokens."""
+    """Let new requests wait, abort all others, and wait until they have returned their tokens."""
+    # As in SGLang's pause. Otherwise requests that clients send again would be aborted again.
+    async with manager.is_pause_cond:
+        manager.is_pause = True
     until_s = time.monotonic() + ABORT_S
     while await manager.model_update_lock.is_locked() and time.monotonic() < until_s:
         manager.abort_request(abort_all=True)
