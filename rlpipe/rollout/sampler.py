@@ -193,8 +193,10 @@ class _Attempt:
                     await self._until_decided()
                     if self.selection.full or self.settings.static or next_part is None:
                         break
+                    # With a pool the batch may be undecided. Without engines each group fails at
+                    # once, so that the rollout would plan all its parts.
+                    self.refuse_failures()
                     if self.selection.decided:
-                        self.refuse_failures()
                         self._refuse_more_rounds()
                     await self._open(await asyncio.to_thread(next_part, self.parts[-1]))
                 judging.cancel()

@@ -130,6 +130,49 @@ async def test_groups_that_finish_between_rollouts_are_written_below_their_plan(
     assert pool.group_ids == {"b:0", "b:1"}
 
 
+async def test_a_rollout_of_a_pool_plans_no_further_groups_once_too_many_have_failed():
+    async def fail(group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
+        raise EngineUnavailable("gone")
+
+    def part(number: int) -> PlanPart:
+        ids = [f"b:{2 * number + n}" for n in range(2)]
+        groups = tuple(GROUP.model_copy(update={"group_id": group_id}) for group_id in ids)
+        state = DataState(draws=2 * number)
+        plan = Plan(
+            branch="b", iteration=0, part=number, groups=groups, before=state, after=DataState()
+        )
+        return PlanPart(str(number), plan)
+
+    planned = []
+
+    def following(last: PlanPart) -> PlanPart:
+        planned.append(last.plan.part + 1)
+        return part(planned[-1])
+
+    with pytest.raises(EngineError, match="too many groups failed"):
+        await run_rollout(
+            [part(0)],
+            RolloutSettings(
+                batch_size=4,
+                static=False,
+                in_order=False,
+                partial=False,
+                max_rounds=20,
+                timeout_s=30.0,
+                flush_interval_s=1.0,
+                groups_per_round=2,
+                oldest_version=0,
+            ),
+            fail,
+            MemoryRows(),
+            judge=GroupJudge(),
+            slots=asyncio.Semaphore(1),
+            pool=Pool(2),
+            next_part=following,
+        )
+    assert planned in ([], [1]), "part 1 may be planned before a group fails"
+
+
 # ---- a run with crashes ----
 
 
