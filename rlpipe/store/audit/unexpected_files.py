@@ -68,7 +68,11 @@ def of_plan(
 ) -> Iterator[UnexpectedFile]:
     """Yield the unexpected files among the rows of a plan. `named`: files of the rollout node."""
     names = files.list(f"plans/{digest}")
-    is_new = {group.group_id: group.earlier is None for group in plan.groups}
+    buffered = {waiting.group_id for waiting in plan.before.buffer}
+    is_new = {
+        group.group_id: group.earlier is None and group.group_id not in buffered
+        for group in plan.groups
+    }
     for path in names:
         if path in named or path == plan_path(digest):
             continue

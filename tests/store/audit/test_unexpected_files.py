@@ -17,7 +17,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import rewards_to_table
 from rlpipe.store.parquet.shards import ShardWriter, adopt, write_table
 from rlpipe.store.plans import Plans
-from rlpipe.types import Node, Plan, Sample, Stage
+from rlpipe.types import BufferedGroup, DataState, FileRecord, Node, Plan, Sample, Stage
 from tests.store.lineage import Reward, Run, group, make_node
 
 ATTEMPT = "0123456789ab"
@@ -104,6 +104,33 @@ def test_buffered_and_failed_groups_may_be_written_twice(local_files: Files, com
     for groups in ([timed(waited)], [group(plan.groups[-1].group_id)]):  # a failed one has no time
         for attempt in (ATTEMPT, "f" * 12):
             shard_of(local_files, commits[1].parents["plan"], groups, attempt)
+    assert found(local_files) == []
+
+
+class OpenRun(Run):
+    """A run with an open group in the buffer, which finishes before the next rollout."""
+
+    def after(self, plan: Plan, digest: str) -> DataState:
+        waiting = BufferedGroup(group_id=self.fates(plan)[2], plan=digest)
+        return plan.after.model_copy(update={"buffer": (waiting,)})
+
+    def waited(self, plan: Plan) -> list[FileRecord]:
+        digest = Plans(self.files).write(plan)
+        writer = ShardWriter(self.files, Plans.groups_prefix(digest), plan.iteration)
+        return [writer.write([late(waiting.group_id)]) for waiting in plan.before.buffer]
+
+
+def late(group_id: str) -> list[Sample]:
+    return [replace(sample, t_end_s=1.0) for sample in group(group_id)]
+
+
+def test_two_attempts_may_adopt_a_group_that_finished_after_the_rollout_before(local_files: Files):
+    run = OpenRun(local_files).start()
+    run.iterate()
+    commit = run.iterate()
+    assert commit is not None and found(local_files) == []
+    [waiting] = Plans(local_files).read(commit.plans[0]).before.buffer
+    shard_of(local_files, commit.plans[0], [late(waiting.group_id)])
     assert found(local_files) == []
 
 
