@@ -52,6 +52,9 @@ LOGPROB_LEGEND = (
     "Δlogp is how far the log-probs of engines and trainer differ, in nats: the mean that a push "
     "measures, with its limit; max Δlogp is the largest of one token"
 )
+NO_SIGNAL_SHARE = 0.8
+NO_SIGNAL_ITERATIONS = 5
+"""A run warns once if this share of groups has equal rewards in consecutive iterations."""
 ROLLOUT_PREFIXES = ("rollout/", "perf/rollout")
 """Metrics that a user's log function may log instead of the sinks."""
 
@@ -65,6 +68,7 @@ class Observer:
         self._accuracy: dict[str, float] = {}
         self._machines_shown = False
         self._explained = False
+        self._without_signal = 0
         self._curve = UpdatedArtifact()
         self._overview = UpdatedArtifact()
         self._functions = LogFunctions(ctx.config.observe, slime_args(ctx.config))
@@ -112,6 +116,7 @@ class Observer:
         )
         self._explain(values)
         self._ctx.progress.iteration(values, k, elsewhere_s)
+        self._warn_without_signal(metrics)
         await iteration_artifact(self._ctx.config.run, k, nodes, metrics, head)
         await self._show_machines(outputs)
         if (k + 1) % self._ctx.config.observe.report_interval == 0:
@@ -122,6 +127,27 @@ class Observer:
         if not self._explained and LOGPROB_DIFFERENCE in values:
             self._ctx.progress.explain(f"{self._ctx.config.run}: {LOGPROB_LEGEND}")
             self._explained = True
+
+    def _warn_without_signal(self, metrics: Mapping[str, float]) -> None:
+        """Print once per process that most groups of consecutive iterations have equal rewards."""
+        config = self._ctx.config
+        share = metrics.get("rollout/zero_std_fraction", 0.0)
+        if (
+            self._without_signal == NO_SIGNAL_ITERATIONS
+            or not config.advantage.compares_within_group
+        ):
+            return
+        self._without_signal = self._without_signal + 1 if share >= NO_SIGNAL_SHARE else 0
+        if self._without_signal == NO_SIGNAL_ITERATIONS:
+            reward = metrics.get("rollout/raw_reward")
+            mean = "" if reward is None else f" (mean reward {reward:.3g})"
+            self._ctx.progress.say(
+                f"{config.run}: {share:.0%} of the groups have equal rewards{mean}, for "
+                f"{NO_SIGNAL_ITERATIONS} iterations at least {NO_SIGNAL_SHARE:.0%}: they teach "
+                "nothing. If the task is not learned: use prompts of another difficulty, a reward "
+                "with more values, more n_samples_per_prompt or a higher temperature; "
+                "rlpipe rollouts shows the samples"
+            )
 
     async def _show_machines(self, outputs: dict[Stage, dict[str, Any]]) -> None:
         """Print devices and versions once per process. Nodes of older runs do not have them."""

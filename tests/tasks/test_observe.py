@@ -177,6 +177,27 @@ async def test_user_log_functions_get_slime_arguments_and_replace_the_sinks(
     assert "held accuracy" not in stream.getvalue()
 
 
+async def test_groups_without_signal_in_consecutive_iterations_give_one_warning(
+    watching: Watching,
+):
+    ctx, stream = watching("fails", "fails")
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
+        for share in (0.8, 0.9, 1.0, 0.9, 0.7, 0.8, 0.9, 0.8, 0.9):
+            observer._warn_without_signal({"rollout/zero_std_fraction": share})
+        assert "equal rewards" not in stream.getvalue(), "at most four in a row"
+        for _ in range(9):
+            metrics = {"rollout/zero_std_fraction": 0.85, "rollout/raw_reward": 0.2}
+            observer._warn_without_signal(metrics)
+    warnings = [line for line in stream.getvalue().splitlines() if "equal rewards" in line]
+    assert len(warnings) == 1
+    assert "85% of the groups have equal rewards (mean reward 0.2)" in warnings[0]
+    ctx.config = config(advantage={"advantage_estimator": "reinforce_plus_plus"})
+    with Observer(ctx, 0, startup_seconds=0.0) as observer:
+        for _ in range(9):
+            observer._warn_without_signal({"rollout/zero_std_fraction": 1.0})
+    assert stream.getvalue().count("equal rewards") == 1
+
+
 async def test_an_error_of_a_user_log_function_is_printed_and_the_sinks_log(watching: Watching):
     ctx, stream = watching("fails", "fails")
     with Observer(ctx, 0, startup_seconds=0.0) as observer:

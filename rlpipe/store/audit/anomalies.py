@@ -66,7 +66,7 @@ class Limits(NamedTuple):
     truncated: float = 0.5
     empty: float = 0.02
     dropped: float = 0.5
-    no_signal: float = 0.9
+    no_signal: float = 0.8
     drift: float | None = None
     """Mean absolute difference of log-probs; None: by the model's dtype."""
     jump: float = 12.0
