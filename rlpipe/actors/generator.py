@@ -166,9 +166,12 @@ class Generator:
         rows = StoredRows(self._files)
         iteration = parts[0].plan.iteration
         # a loop: a third attempt may have started while the second one ended
-        while iteration in self._running or (self._pool is not None and self._running):
-            await self.abandon(driver, iteration)
-        await self._stop_keeping()
+        while True:
+            await self._stop_keeping()
+            ending = [k for k in self._running if k == iteration or self._pool is not None]
+            if not ending:
+                break
+            await self.abandon(driver, ending[0])
         self._require(driver)  # a newer driver may have come during the waits
         task = asyncio.create_task(self._sample(parts, rows))
         self._running[iteration] = task
@@ -194,14 +197,16 @@ class Generator:
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
         """End the rollout of an iteration; None: all rollouts and evaluations.
 
-        Finished groups are written. The caller of the rollout gets RolloutAbandoned.
+        Finished groups are written. The caller of the rollout gets RolloutAbandoned. The pool ends
+        with the rollout, and continues if the rollout of the iteration does not run.
         """
         self._require(driver)
-        await _cancel(
-            [task for number, task in self._running.items() if iteration in (None, number)]
-        )
+        ended = [task for number, task in self._running.items() if iteration in (None, number)]
+        await _cancel(ended)
         await _cancel(self._evaluating.values() if iteration is None else ())
-        await self._close_pool()
+        # The pool may belong to the rollout of a later iteration.
+        if ended or iteration is None:
+            await self._close_pool()
 
     async def evaluate(self, driver: Driver, name: str, key: str, version: int) -> dict[str, Any]:
         """Sample and score every prompt of a held-out set once, into files of node `key`.

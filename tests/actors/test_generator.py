@@ -387,7 +387,13 @@ async def test_open_groups_continue_between_rollouts_and_are_adopted_after_the_l
     for k in range(4):
         planned = await generator.plan(DRIVER, k, state)
         assert not planned["static"]
-        answer = await generator.rollout(DRIVER, planned["plan"])
+        if k == 1:
+            # The second attempt comes while the first one waits for the writes of open groups.
+            attempts = [generator.rollout(DRIVER, planned["plan"]) for _ in range(2)]
+            abandoned, answer = await asyncio.gather(*attempts, return_exceptions=True)
+            assert isinstance(abandoned, RolloutAbandoned) and isinstance(answer, dict)
+        else:
+            answer = await generator.rollout(DRIVER, planned["plan"])
         out = answer["outputs"]
         groups = _samples(tmp_path, answer)
         state = DataState.model_validate(out["after"])
@@ -396,6 +402,7 @@ async def test_open_groups_continue_between_rollouts_and_are_adopted_after_the_l
         used += out["accepted"]
         assert state.buffer, "groups stay open"
         if k == 1:
+            await generator.abandon(DRIVER, k)  # its rollout has ended: open groups continue
             # The groups that finish now are in the store before the pool is lost.
             late = await _until_written(tmp_path, state)
             await generator.abandon(DRIVER)
