@@ -212,7 +212,7 @@ class Session:
 async def run_session(
     urls: Sequence[str], stamp: str, work: Callable[[Session], Awaitable[None]], *, timeout_s: float
 ) -> PushReport:
-    """Run a push (`Session.pause` to `Session.resume`) on these engines within a deadline.
+    """Run a push (`Session.open` to `Session.resume`) on these engines within a deadline.
 
     Raises: SyncError if no engine got the weights (`found` maps URL → reason); any other error of
     `work`.

@@ -57,7 +57,7 @@ class Push:
     engine_ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Engine URL → trainer ranks on that engine's GPUs, in the order of the engine's ranks."""
     pause: PauseMode = "abort"
-    """See `Session.pause`."""
+    """See `Session.open`."""
     resume: bool = True
     """False leaves the engines paused after the push."""
     check: bool = False

@@ -73,6 +73,15 @@ class _Staging:
     def copy(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Copy a tensor's bytes into a free slot. Return the slot and the bytes in it."""
         slot = self._free.get()
+        try:
+            return self._filled(slot, tensor)
+        except BaseException:
+            # Without its slots, a later push would wait for ever.
+            self._free.put(slot)
+            raise
+
+    def _filled(self, slot: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slot, enlarged if necessary, and the tensor's bytes in it."""
         size_bytes = tensor.nbytes
         if size_bytes > SLOT_BYTES:  # such as embeddings: all slots would grow to their size
             staged = torch.empty(size_bytes, dtype=torch.uint8)

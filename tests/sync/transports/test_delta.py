@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.errors import SyncError
-from rlpipe.sync.transports.delta import CHECKSUMS, ENCODINGS, apply_change, encode
+from rlpipe.sync.transports.delta import CHECKSUMS, ENCODINGS, _Staging, apply_change, encode
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -93,3 +95,13 @@ def test_a_checksum_detects_one_changed_bit():
     other = data.copy()
     other[500] = 1
     assert all(make(data) != make(other) for make in CHECKSUMS.values())
+
+
+def test_a_copy_that_fails_keeps_no_slot():
+    staging = _Staging(1, pinned=False)
+    with pytest.raises(NotImplementedError):
+        staging.copy(torch.ones(4, device="meta"))
+    later = Thread(target=staging.copy, args=(torch.ones(4),), daemon=True)
+    later.start()
+    later.join(5)
+    assert not later.is_alive()
