@@ -14,7 +14,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS
@@ -45,9 +45,14 @@ class _Inert:
 class _SafeUnpickler(pickle.Unpickler):
     """Unpickler that imports nothing. Only argparse's Namespace keeps its content."""
 
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+        # A class of this file alone: a pickle can set attributes of a class that it names.
+        self._namespace = type("Namespace", (Namespace,), {})
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         is_namespace = (module_name, global_name) == ("argparse", "Namespace")
-        return Namespace if is_namespace else _Inert
+        return self._namespace if is_namespace else _Inert
 
     def persistent_load(self, _pid: Any) -> Any:
         return _Inert()

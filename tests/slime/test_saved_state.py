@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,13 @@ def test_a_position_without_numbers_is_refused(tmp_path: Path, state: Any):
     torch.save(state, tmp_path / "rollout" / "global_dataset_state_dict_4.pt")
     with pytest.raises(ConfigError, match="not a position"):
         prompt_position(tmp_path / "iter_0000004", 4)
+
+
+def test_a_file_cannot_change_a_class(tmp_path: Path):
+    # The class, then an attribute `planted` of it.
+    content = b"cargparse\nNamespace\n(N}Vplanted\nVx\nstb."
+    path = tmp_path / "common.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("common/data.pkl", content)
+    assert read_objects(path).planted == "x"
+    assert not hasattr(Namespace, "planted")
