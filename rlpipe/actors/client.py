@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.drivers import Driver
+from rlpipe.actors.drivers import Driver, is_driven
 from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.engines.fleet import Weights
 from rlpipe.actors.gpu_memory import fitted, gpus_of_nodes, smallest_gpu_bytes
@@ -190,11 +190,13 @@ def begin_cluster(config: RunConfig, home: Path) -> None:
     `open_cluster` finds them. So they import their packages, the largest part of a start, while
     this process imports the flow. Engines start if the model directory exists, except for a run
     whose warm start comes first. Another configuration in `open_cluster` restarts them. Nothing
-    starts for a fork.
-    Raises: as `named.begin_actors`, `as_recorded` and `model_directory_if_present`.
+    starts for a fork, or while another process drives the run.
+    Raises: as `named.begin_actors`, `is_driven`, `as_recorded` and `model_directory_if_present`.
     """
-    # A fork may rebuild its weights first, with a trainer that needs the CPUs of these actors.
-    if config.fork_from is not None:
+    # A fork may rebuild its weights first, with a trainer that needs the CPUs of these actors. A
+    # second process is refused, and its engines would write to the logs of the first one's.
+    store_root = config.store.root or str(home / "store")
+    if config.fork_from is not None or is_driven(store_root, config.run):
         return
     config = placed(config, []).config
     cwd = str(Path.cwd())

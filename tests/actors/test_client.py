@@ -21,6 +21,8 @@ from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ActorLost, Fenced
+from rlpipe.store.epochs import Epochs
+from rlpipe.store.objects.files import Files
 from tests.actors.test_conductor import spec
 
 pytestmark = pytest.mark.integration
@@ -142,12 +144,32 @@ def test_engines_start_early_with_the_settings_of_the_conductor(
     assert [engine.specs for engine in engines] == [wanted, wanted]
 
 
-def test_no_actor_of_a_fork_takes_the_cpus_that_rebuild_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "is_driven", "begins"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"fork_from": BranchModel(branch="parent")}, False, False),
+    ],
+)
+def test_actors_begin_early_where_no_other_process_needs_them_or_their_cpus(
+    changes: dict[str, Any],
+    is_driven: bool,
+    begins: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    config = spec(tmp_path).config
-    config = config.model_copy(update={"fork_from": BranchModel(branch="parent")})
+    opened = spec(tmp_path)
+    config = opened.config.model_copy(update=changes)
+    epoch = Epochs(Files(opened.store_root)).acquire(config.run)
+    if not is_driven:
+        epoch.release()
     begun: list[str] = []
-    monkeypatch.setattr(named, "begin_actors", lambda cluster, *_, **__: begun.append(cluster))
+
+    def begin(cluster: str, *_: Any, **__: Any) -> list[Any]:
+        begun.append(cluster)
+        return []
+
+    monkeypatch.setattr(named, "begin_actors", begin)
     client.begin_cluster(config, tmp_path)
-    assert begun == []
+    assert begun == [config.cluster] * begins
