@@ -114,7 +114,7 @@ class Ranks:
             self.breaks = False
             raise TrainerError("a rank died in the middle")
         self.servers.load(engines, stamp)
-        return [{"bytes": 7, "seconds": 0.1, "unknown": {}}]
+        return [{"bytes": 7, "steps": {}, "seconds": 0.1, "unknown": {}}]
 
 
 class LocalActor:
