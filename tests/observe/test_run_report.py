@@ -104,6 +104,14 @@ def test_a_run_without_evaluations_shows_its_reward():
     assert "mean reward of the first and the last iteration" in text
 
 
+def test_the_large_figures_have_three_digits_and_the_size_that_their_length_allows():
+    rewards = (0.0012468, 0.28512)
+    page = render(RunHistory("r", [IterationRecord(k, {REWARD: r}) for k, r in enumerate(rewards)]))
+    assert "0.00125→0.285" in outline(page).text
+    assert 'class="big" style="--characters: 13"' in page
+    assert "min(56px, 420px / var(--characters, 1))" in page
+
+
 def test_the_marks_of_a_short_run_are_whole_iterations():
     history = RunHistory("r", evaluations=[Evaluation(k, "a", 0.5, 10) for k in (20, 40)])
     assert re.findall(r'text-anchor="middle">([^<]*)<', render(history)) == [

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,12 @@ def test_the_data_have_ten_prompts_with_answers_that_the_reward_accepts(made: Pa
     for row in rows:
         first, second = row["prompt"].rstrip("=").split("+")
         assert row == {"prompt": row["prompt"], "answer": str(int(first) + int(second))}
-    assert callable(load_hook(f"{made}/reward.py:score"))
+    score = load_hook(f"{made}/reward.py:score")
+    answers = [row["answer"] for row in rows]
+    for answer in answers:
+        # A response that has only the form of an answer gets nothing.
+        rewards = [score(SimpleNamespace(response=one, label=answer)) for one in answers]
+        assert rewards == [float(one == answer) for one in answers]
 
 
 def test_the_test_of_the_reward_passes(made: Path):
@@ -48,8 +54,10 @@ def test_the_test_of_the_reward_passes(made: Path):
 
 def test_the_readme_is_short_and_names_the_run(made: Path):
     text = (made / "README.md").read_text()
-    assert len(text.splitlines()) <= 16
-    assert "rlpipe train sums/recipe.yaml" in text and "my_run" not in text
+    assert len(text.splitlines()) <= 18
+    assert (
+        "RLPIPE_HOME" in text and "rlpipe train sums/recipe.yaml" in text and "my_run" not in text
+    )
 
 
 @pytest.mark.parametrize(
