@@ -445,7 +445,7 @@ class Generator:
             if waiting.finished is None and waiting.group_id in part_of
         }
         is_last = result.parts[0].plan.iteration + 1 == self._config.num_rollout
-        pool.retain(() if is_last else still_open)
+        pool.leave(result.after, () if is_last else still_open)
         self._keeping = asyncio.create_task(
             pool.keep(still_open, StoredRows(self._files), self._config.rollout.flush_interval_s)
         )

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from rlpipe.rollout.generate import FINISHED, Generate
 from rlpipe.rollout.rollout_rows import PlanPart, Rows
-from rlpipe.types import PlannedGroup, Sample
+from rlpipe.types import DataState, PlannedGroup, Sample
 
 
 class Pool:
@@ -33,6 +33,20 @@ class Pool:
         self._begun_with: dict[int, set[asyncio.Task[list[Sample]]]] = {}
         """Groups by the `id` of their generate function."""
         self._hosts: set[asyncio.Task[None]] = set()
+        self._left: DataState | None = None
+
+    def leave(self, after: DataState, group_ids: Collection[str]) -> None:
+        """Continue with these groups after a rollout, and forget all others.
+
+        after: data state of the rollout's result.
+        """
+        self.retain(group_ids)
+        still_open = {group.group_id for group in after.buffer if group.finished is None}
+        self._left = after if still_open <= set(group_ids) else None
+
+    def is_complete(self, before: DataState) -> bool:
+        """True if every group that has finished since this state is in the pool."""
+        return self._left == before
 
     @property
     def group_ids(self) -> set[str]:
@@ -124,6 +138,7 @@ class Pool:
 
     async def close(self) -> None:
         """End all groups and their servers."""
+        self._left = None
         self.retain(())
         if self._hosts:
             await asyncio.wait(self._hosts)

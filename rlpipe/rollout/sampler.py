@@ -232,7 +232,8 @@ class _Attempt:
                 ids_of_plan.setdefault(group.earlier, []).append(group_id)
         for digest, group_ids in ids_of_plan.items():
             self.earlier |= await asyncio.to_thread(self.rows.earlier, digest, group_ids)
-        if self.pool is not None:
+        # Looking for lost groups reads every shard of the rollout before.
+        if self.pool is not None and not self.pool.is_complete(part.plan.before):
             late = await self._finished_late(part, self.pool.group_ids | set(finished))
             self.num_adopted += len(late)
             self.earlier |= late
@@ -242,8 +243,9 @@ class _Attempt:
         """Return groups of the buffer that finished after the rollout before, and were lost with
         the pool. `known`: groups that are not looked for."""
         ids_of_plan: dict[str, list[str]] = {}
+        wanted = {group.group_id for group in part.plan.groups} - known
         for waiting in part.plan.before.buffer:
-            if waiting.finished is None and waiting.group_id not in known:
+            if waiting.finished is None and waiting.group_id in wanted:
                 ids_of_plan.setdefault(waiting.plan, []).append(waiting.group_id)
         late: Groups = {}
         for digest, group_ids in ids_of_plan.items():
