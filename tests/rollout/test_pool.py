@@ -1,4 +1,7 @@
-"""Groups that are sampled across rollouts (rlpipe.rollout.pool)."""
+"""Groups that are sampled across rollouts (rlpipe.rollout.pool).
+
+One file because the tests of the audit and of garbage collection use the world of the property.
+"""
 
 from __future__ import annotations
 
