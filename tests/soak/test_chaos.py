@@ -32,6 +32,8 @@ from tests.soak.chaos.watch import Watch
 from tests.store.lineage import Run, group
 
 PAIRS = ("generator@rollout", "trainer@train", "engine@sync", "flow@train")
+PAIRS_OF_POOL = ("generator@rollout", "flow@train")
+"""The two losses of a pool: with the generator, and with all that the driver started."""
 CHILD_WITH_CHILD = """
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
@@ -250,15 +252,15 @@ def test_starting_and_retrying_a_flow_run_is_what_the_buttons_do():
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "layout",
+    ("pairs", "layout"),
     [
-        (),
-        ("--s", "2", "--set", "rollout.selection=first_finished"),
+        (PAIRS, ()),
+        (PAIRS_OF_POOL, ("--s", "2", "--set", "rollout.selection=first_finished")),
     ],
     ids=["planned", "first_finished"],
 )
 def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothing(
-    tmp_path: Path, repository: Path, layout: tuple[str, ...]
+    tmp_path: Path, repository: Path, pairs: tuple[str, ...], layout: tuple[str, ...]
 ):
     home = tmp_path / "home"
     command = [
@@ -272,7 +274,7 @@ def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothin
         "--home",
         str(home),
         "--pairs",
-        *PAIRS,
+        *pairs,
         *layout,
     ]
     done = subprocess.run(
@@ -284,10 +286,10 @@ def test_a_run_whose_processes_are_killed_in_its_stages_loses_and_doubles_nothin
     assert summary["violated"] == []
     assert run["short"] == []
     assert {f"{row['victim']}@{row['stage']}" for row in summary["rows"] if row["hits"]} >= set(
-        PAIRS
+        pairs
     )
     assert run["replay_equal"]
-    assert run["proof"]["replay"]["versions"] == run["proof"]["iterations"] > len(PAIRS)
+    assert run["proof"]["replay"]["versions"] == run["proof"]["iterations"] > len(pairs)
     assert run["proof"]["groups_seen"] > 0
     assert not [
         process
