@@ -128,4 +128,5 @@ def test_a_recipe_of_the_user_trains_to_its_end(rlpipe: Path, user: Path):
     summary = json.loads((user / "runs" / "mine" / "summary.json").read_text())
     assert summary["iterations"] == 1
     assert "nothing is wrong" in call(rlpipe, user, "audit", "verify", "--run", "mine")
-    assert len(call(rlpipe, user, "rollouts", "mine").splitlines()) == 1 + 10 * 16
+    # Titles, 32 samples of each of ten prompts, and how to get whole rows.
+    assert len(call(rlpipe, user, "rollouts", "mine").splitlines()) == 1 + 10 * 32 + 1
