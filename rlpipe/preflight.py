@@ -50,13 +50,7 @@ from rlpipe.lineage.source_weights import (
     local_directory,
     weight_sources,
 )
-from rlpipe.model_dir import (
-    check_context_len,
-    check_stop_ids,
-    check_tokenizer,
-    check_weights,
-    model_directory,
-)
+from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.rewards.answers import require_text_label
 from rlpipe.rewards.scorer import Scorer
@@ -68,6 +62,7 @@ from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.routed_experts import routed_width
+from rlpipe.system.model_files import check_tokenizer, check_weights
 
 MIN_FREE_BYTES = 512 * 1024**2
 FULL_BYTES = 16 * 1024**2

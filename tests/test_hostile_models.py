@@ -18,8 +18,9 @@ from rlpipe.config.hooks import hook_digest, load_hook
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
 from rlpipe.errors import ConfigError, DataError, RlpipeError
-from rlpipe.model_dir import check_files, model_directory, model_fingerprint
+from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.store.routed_experts import routed_width
+from rlpipe.system.model_files import check_files
 
 DEEP = "[" * 100_000
 HEADER: dict[str, Any] = {

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlpipe.errors import ConfigError, RlpipeError
-from rlpipe.model_dir import read_object
+from rlpipe.system.model_files import read_object
 
 ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 """Model type of a directory with vision → class of its text model."""

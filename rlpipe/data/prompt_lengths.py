@@ -20,7 +20,8 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import encode_prompt, load_tokenizer, prompt_limit
-from rlpipe.model_dir import prompt_context_len, read_object
+from rlpipe.model_dir import prompt_context_len
+from rlpipe.system.model_files import read_object
 
 LONGEST_ROWS = 8
 """Rows of a source that are counted, the longest by characters first."""

@@ -24,8 +24,8 @@ from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.model_dir import read_object
 from rlpipe.system.imports import quick_imports
+from rlpipe.system.model_files import read_object
 from rlpipe.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -21,13 +21,14 @@ from typing import Any
 from rlpipe.config.model import HuggingFaceModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
-from rlpipe.model_dir import contents_digest, given_directory, model_fingerprint, read_object
+from rlpipe.model_dir import contents_digest, given_directory, model_fingerprint
 from rlpipe.system.megatron_weights import (
     converted_adam_state,
     converted_directory,
     find_checkpoint,
     is_megatron_checkpoint,
 )
+from rlpipe.system.model_files import read_object
 
 FINGERPRINTS = Path("models", "fingerprints.json")
 """Cache of digests of files, below a home."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlpipe.errors import ConfigError, SyncError
-from rlpipe.model_dir import PREDICTION_LAYERS
+from rlpipe.system.model_files import PREDICTION_LAYERS
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 """Hugging Face name and tensor of each weight."""

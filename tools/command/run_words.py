@@ -189,7 +189,8 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
         return len(rows)
     from rlpipe.data.source import DataSource
     from rlpipe.data.tokens import load_tokenizer
-    from rlpipe.model_dir import model_directory, prompt_context_len, read_object
+    from rlpipe.model_dir import model_directory, prompt_context_len
+    from rlpipe.system.model_files import read_object
 
     directory = model_directory(config.model, home(), seed=config.seed)
     longest = prompt_context_len(

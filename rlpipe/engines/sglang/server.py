@@ -27,8 +27,8 @@ from rlpipe.config.arguments.check import check_sglang
 from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
-from rlpipe.model_dir import check_sizes
 from rlpipe.system import leftovers
+from rlpipe.system.model_files import check_sizes
 from rlpipe.system.rendezvous import gloo_settings
 
 _CPU_CACHE_BYTES = 1024**3

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from rlpipe.engines.megatron.bridges.supported import SAME_AS, check_config
 from rlpipe.errors import ConfigError
-from rlpipe.model_dir import read_object
+from rlpipe.system.model_files import read_object
 
 
 def read_config(model_dir: str) -> PretrainedConfig:

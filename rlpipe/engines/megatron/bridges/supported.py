@@ -27,7 +27,7 @@ from rlpipe.engines.megatron.bridges.supported_families import (
     words,
 )
 from rlpipe.errors import ConfigError
-from rlpipe.model_dir import check_sizes, read_object
+from rlpipe.system.model_files import check_sizes, read_object
 
 SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Model type that transformers does not have → the equivalent type. MiMo-7B is a Qwen2 with layers

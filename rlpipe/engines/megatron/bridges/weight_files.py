@@ -27,7 +27,7 @@ import rlpipe.engines.megatron.platform  # noqa: F401
 from mbridge.core.safetensor_io import SafeTensorIO
 
 from rlpipe.errors import ConfigError
-from rlpipe.model_dir import check_files
+from rlpipe.system.model_files import check_files
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"

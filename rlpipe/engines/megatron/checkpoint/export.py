@@ -18,7 +18,7 @@ import torch
 from rlpipe.engines.megatron.bridges.stages import full_weights
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.build import ScoringModel
-from rlpipe.model_dir import PREDICTION_LAYERS
+from rlpipe.system.model_files import PREDICTION_LAYERS
 from rlpipe.system.tensor_files import save_tensors
 
 MAX_FILE_BYTES = 5 * 1024**3
