@@ -38,8 +38,9 @@ from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.files import read_batch, read_packing, read_rewards, read_samples
 from rlpipe.batch.packing import PackingPlan, attention_length, plan
-from rlpipe.engines.megatron.engine import MegatronEngine, TrainResult
+from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.reproducibility import facts
+from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.errors import DeadlineExceeded, TrainerError
 from rlpipe.lineage.states import Lineage, weight_version

@@ -31,8 +31,9 @@ from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
-from rlpipe.engines.megatron.engine import MegatronEngine, TrainResult
+from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.memory import Part
+from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.lineage.states import Lineage
 from rlpipe.sync.probe import Probe, compare, mean_difference, spread

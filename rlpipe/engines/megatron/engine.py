@@ -6,14 +6,14 @@ docstring says otherwise: every rank makes the same calls in the same order.
     construct → `load_hf` or `load_checkpoint` → any of score, train, save, export → `close`
 
 After an error in `train` the state is undefined: restore it. Between two calls, parts of the state
-can be offloaded (`occupy`). One file because all methods work on the state of one policy.
+can be offloaded (`occupy`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,6 @@ from rlpipe.engines.megatron.bridges.stages import full_weights
 from rlpipe.engines.megatron.checkpoint import checkpoint, disk_space
 from rlpipe.engines.megatron.checkpoint.export import save_hf
 from rlpipe.engines.megatron.checkpoint.state import (
-    combined_digest,
     initialize_adam_state,
     named_weights,
     state_digest,
@@ -55,6 +54,7 @@ from rlpipe.engines.megatron.model.build import (
     release_models,
 )
 from rlpipe.engines.megatron.process_groups import MegatronRank
+from rlpipe.engines.megatron.results import TrainResult, combined_disk_space, combined_result
 from rlpipe.engines.megatron.train.critic import Critic
 from rlpipe.engines.megatron.train.routing import (
     RoutingRecorder,
@@ -65,51 +65,6 @@ from rlpipe.engines.megatron.train.routing import (
 from rlpipe.engines.megatron.train.score import packed_for, score, score_packed
 from rlpipe.engines.megatron.train.step import train_steps
 from rlpipe.errors import DataError, TrainerError
-
-
-@dataclass(slots=True)
-class TrainResult:
-    """Result of one iteration's optimizer steps. Equal on every rank."""
-
-    steps: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of each optimizer step.
-
-    Policy: loss, pg_loss, entropy, clipfrac, ppo_kl, ratio, kl_loss,
-    train_rollout_logprob_abs_diff, with use_opsm opsm_clipfrac, with use_tis tis, tis_abs and
-    tis_clipfrac, with rejection rs_rejectfrac and rs_vetofrac. Supervised: loss, entropy. A custom
-    loss adds its own metrics. All: grad_norm (before clipping), lr, tokens, samples. All but the
-    last four are aggregated over tokens like the loss. With a critic also value_loss,
-    value_clipfrac, critic_grad_norm and critic_lr. While the critic is trained alone, only those.
-    """
-    state_digest: str = ""
-    """Digest of the state after the last step."""
-    proximal_log_probs: np.ndarray | None = None
-    """As `PolicySteps.proximal_log_probs`. None on ranks of a critic."""
-
-
-def combined_result(
-    exchange: CriticExchange, digest: str, steps: list[dict[str, float]]
-) -> TrainResult:
-    """Combine the results of policy and critic. Collective over the ranks of both.
-
-    `digest` and `steps`: of the model on this rank. The result is equal on all ranks.
-    """
-    policy, critic = exchange.exchange({"digest": digest, "steps": steps})
-    merged = [mine | other for mine, other in zip(policy["steps"], critic["steps"], strict=True)]
-    return TrainResult(merged, combined_digest(policy["digest"], critic["digest"]))
-
-
-def combined_disk_space(
-    exchange: CriticExchange | None, space: disk_space.DiskSpace
-) -> disk_space.DiskSpace:
-    """Combine the disk space of the policy's and the critic's checkpoints.
-
-    Collective over the ranks of both. `space`: of the model on this rank.
-    """
-    if exchange is None:
-        return space
-    policy, critic = (disk_space.DiskSpace(**fields) for fields in exchange.exchange(asdict(space)))
-    return policy.combined_with(critic)
 
 
 def _load_teacher(

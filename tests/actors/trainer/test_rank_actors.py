@@ -17,7 +17,7 @@ from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.files import read_rewards, read_samples, write_batch
 from rlpipe.config.train import SyncConfig
-from rlpipe.engines.megatron.engine import TrainResult
+from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
 from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
 from rlpipe.store.nodes import Nodes

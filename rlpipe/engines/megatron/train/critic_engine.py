@@ -26,9 +26,9 @@ from rlpipe.engines.megatron.arguments import set_global_arguments
 from rlpipe.engines.megatron.checkpoint import checkpoint, disk_space
 from rlpipe.engines.megatron.checkpoint.state import state_digest
 from rlpipe.engines.megatron.critic_exchange import CriticExchange, ExchangeAddress
-from rlpipe.engines.megatron.engine import TrainResult, combined_disk_space, combined_result
 from rlpipe.engines.megatron.model.build import release_models
 from rlpipe.engines.megatron.process_groups import MegatronRank
+from rlpipe.engines.megatron.results import TrainResult, combined_disk_space, combined_result
 from rlpipe.engines.megatron.train.critic import Critic
 from rlpipe.errors import TrainerError
 
