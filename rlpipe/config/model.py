@@ -8,7 +8,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from rlpipe.config.base import MOST_GPUS, MOST_PROCESSES, Config, Name, Tuning
+from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class HuggingFaceModel(Config):
@@ -345,3 +348,43 @@ class EngineConfig(Config):
     """`fp8`: engines sample with FP8 weights (blocks of 128 × 128) that every push quantizes. None:
     engines sample with the trained weights. CUDA only. The trainer and its log-probs stay in
     model.dtype; importance corrections (`train.loss.use_tis`) compensate for the difference."""
+
+
+def external_conflict(
+    resources: ResourcesConfig, engine: EngineConfig, sync: SyncConfig, store_root: str | None
+) -> str | None:
+    """Describe why external engines or an external router cannot be used; None if they can.
+
+    `rlpipe.engines.sglang.external` checks at run time that they serve the right model.
+    """
+    if engine.router_url is not None and engine.router:
+        return (
+            f"engine.router = {engine.router} is for a router that the run starts, but "
+            "engine.router_url names an external router; remove one of them"
+        )
+    if not resources.external_engines:
+        return None
+    if engine.sglang:
+        return (
+            f"engine.sglang = {engine.sglang} is for engines that the run starts, not for "
+            "resources.external_engines; remove one of them"
+        )
+    remote = [url for url in resources.external_engines if urlsplit(url).hostname not in LOOPBACK]
+    if not remote:
+        return None
+    if sync.transport == "tensor":
+        return (
+            f"sync.transport: tensor uses memory of this machine, but engines are at "
+            f"{', '.join(remote)}; use distributed, or disk with a directory that their machines "
+            "share"
+        )
+    directory = sync.update_weight_disk_dir or store_root or ""
+    object_store = "://" in directory.removeprefix("file://")
+    copied = sync.transport == "delta" or (sync.transport == "disk" and object_store)
+    if copied and sync.update_weight_local_checkpoint_dir is None:
+        return (
+            f"sync.transport: {sync.transport} copies files to the engines' machines, but the run "
+            f"has no process there for {', '.join(remote)}; name a directory that these machines "
+            "share in sync.update_weight_local_checkpoint_dir"
+        )
+    return None

@@ -1,7 +1,8 @@
-"""Observation of a run: metrics sinks, reports, profiles, and gates on metrics."""
+"""Observation of a run: metrics sinks, reports, profiles, and conditions on metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -66,6 +67,19 @@ class ObserveConfig(Config):
     """Record all CUDA allocations of the profiled work, iterations and ranks (of all work if
     profile_target is empty) as `{home}/{run}/profile/memory-*.pickle`, for
     https://pytorch.org/memory_viz. An out-of-memory error writes the file too. Needs CUDA."""
+
+
+class StopCondition(Config):
+    """End the run early at a value of an evaluation metric."""
+
+    metric: str
+    """Metric name, such as `eval/heldout/accuracy`."""
+    at_least: float
+    """End the run if the metric has at least this value."""
+
+    def is_met(self, metrics: Mapping[str, float]) -> bool:
+        """True if the metric has at least this value. A missing metric has not."""
+        return metrics.get(self.metric, float("-inf")) >= self.at_least
 
 
 class Gate(Config):

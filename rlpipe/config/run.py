@@ -1,14 +1,12 @@
 """`RunConfig`: the complete configuration of a run, with one model per stage.
 
-The models below check combinations of keys of several sections. Errors of one section are in the
-section's own model. One file because the checks are methods of one model.
+`RunConfig` checks combinations of keys of several sections. Each section's model checks its own
+keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,8 +24,9 @@ from rlpipe.config.model import (
     HuggingFaceModel,
     ModelConfig,
     ResourcesConfig,
+    external_conflict,
 )
-from rlpipe.config.observe import GatesConfig, ObserveConfig
+from rlpipe.config.observe import GatesConfig, ObserveConfig, StopCondition
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import (
@@ -38,8 +37,6 @@ from rlpipe.config.train import (
     TeacherConfig,
     TrainConfig,
 )
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class StoreConfig(Config):
@@ -56,19 +53,6 @@ class StoreConfig(Config):
         if value is not None:
             canonical_root(value)
         return value
-
-
-class StopCondition(Config):
-    """End the run early at a value of an evaluation metric."""
-
-    metric: str
-    """Metric name, such as `eval/heldout/accuracy`."""
-    at_least: float
-    """End the run if the metric has at least this value."""
-
-    def is_met(self, metrics: Mapping[str, float]) -> bool:
-        """True if the metric has at least this value. A missing metric has not."""
-        return metrics.get(self.metric, float("-inf")) >= self.at_least
 
 
 class OrchestrationConfig(Config):
@@ -473,43 +457,3 @@ class RunConfig(Config):
         """Optimizer steps of one iteration."""
         step = self.train.global_batch_size or self.samples_per_iteration
         return self.train.num_steps_per_rollout or self.samples_per_iteration // step
-
-
-def external_conflict(
-    resources: ResourcesConfig, engine: EngineConfig, sync: SyncConfig, store_root: str | None
-) -> str | None:
-    """Describe why external engines or an external router cannot be used; None if they can.
-
-    `rlpipe.engines.sglang.external` checks at run time that they serve the right model.
-    """
-    if engine.router_url is not None and engine.router:
-        return (
-            f"engine.router = {engine.router} is for a router that the run starts, but "
-            "engine.router_url names an external router; remove one of them"
-        )
-    if not resources.external_engines:
-        return None
-    if engine.sglang:
-        return (
-            f"engine.sglang = {engine.sglang} is for engines that the run starts, not for "
-            "resources.external_engines; remove one of them"
-        )
-    remote = [url for url in resources.external_engines if urlsplit(url).hostname not in LOOPBACK]
-    if not remote:
-        return None
-    if sync.transport == "tensor":
-        return (
-            f"sync.transport: tensor uses memory of this machine, but engines are at "
-            f"{', '.join(remote)}; use distributed, or disk with a directory that their machines "
-            "share"
-        )
-    directory = sync.update_weight_disk_dir or store_root or ""
-    object_store = "://" in directory.removeprefix("file://")
-    copied = sync.transport == "delta" or (sync.transport == "disk" and object_store)
-    if copied and sync.update_weight_local_checkpoint_dir is None:
-        return (
-            f"sync.transport: {sync.transport} copies files to the engines' machines, but the run "
-            f"has no process there for {', '.join(remote)}; name a directory that these machines "
-            "share in sync.update_weight_local_checkpoint_dir"
-        )
-    return None

@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlpipe.config.load import validate
-from rlpipe.config.model import EngineConfig, ResourcesConfig
-from rlpipe.config.run import external_conflict
+from rlpipe.config.model import EngineConfig, ResourcesConfig, external_conflict
 from rlpipe.config.train import SyncConfig
 from rlpipe.errors import ConfigError
 
