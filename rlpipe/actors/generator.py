@@ -3,9 +3,6 @@
 It writes finished groups as shards. It holds the prompts, the tokenizer and an HTTP client, all of
 which can be loaded again. After a kill another generator is started; it reads the plan, adopts the
 groups with a written shard, and samples the rest. The reward stage scores training rollouts.
-
-One file because rollouts, the pool and evaluations share the driver, the client and the running
-tasks.
 """
 
 from __future__ import annotations
@@ -50,7 +47,8 @@ from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import RolloutProgress, RolloutResult
 from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart, StoredRows
-from rlpipe.rollout.sampler import RolloutSettings, run_rollout
+from rlpipe.rollout.rollout_settings import rollout_settings
+from rlpipe.rollout.sampler import run_rollout
 from rlpipe.slime.args import slime_args
 from rlpipe.store.objects.files import Files
 from rlpipe.types import DataState, Plan, Sample
@@ -79,8 +77,6 @@ class Generator:
         self._running: dict[int, asyncio.Task[RolloutResult]] = {}
         self._evaluating: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._pool: Pool | None = None
-        self._keeping: asyncio.Task[None] | None = None
-        """Writes the groups of the pool that finish while no rollout runs."""
 
     async def setup(self, driver: Driver, spec: GeneratorSpec) -> dict[str, Any]:
         """Work for this driver; read and check all prompts. Return `{"rows", "eval_rows"}`.
@@ -167,7 +163,8 @@ class Generator:
         iteration = parts[0].plan.iteration
         # a loop: a third attempt may have started while the second one ended
         while True:
-            await self._stop_keeping()
+            if self._pool is not None:
+                await self._pool.stop_writing()
             ending = [k for k in self._running if k == iteration or self._pool is not None]
             if not ending:
                 break
@@ -189,7 +186,7 @@ class Generator:
         removed = await asyncio.to_thread(
             self._finished_hooks.removed, result.scored, result.accepted
         )
-        outputs = rollout_outputs(result)
+        outputs = result.outputs()
         if removed:
             outputs["removed"] = removed
         return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
@@ -265,7 +262,7 @@ class Generator:
         if self._resources.eval_function is not None:
             async with open_rollout_function(self._resources, context, self._client) as function:
                 result = await function.evaluate(part, name, rows)
-            return rows.samples, sampling_outputs(result)
+            return rows.samples, result.sampling_outputs()
         async with open_generate_function(self._resources, context, self._client) as generate:
             result = await run_rollout(
                 [part],
@@ -276,7 +273,7 @@ class Generator:
                 # its own slots: an evaluation does not wait behind the groups of a rollout
                 slots=asyncio.Semaphore(self._groups_at_once(context.rollout)),
             )
-        return rows.samples, sampling_outputs(result)
+        return rows.samples, result.sampling_outputs()
 
     async def progress(self, iteration: int | None = None) -> dict[str, Any]:
         """Return the progress of an iteration's rollout; None: of the oldest running one.
@@ -433,32 +430,13 @@ class Generator:
                 next_part=self._planner.following,
                 progress=partial(self._progress.__setitem__, iteration),
             )
-        self._continue_open_groups(pool, result)
+        is_last = iteration + 1 == self._config.num_rollout
+        pool.leave(result, StoredRows(self._files), config.flush_interval_s, is_last=is_last)
         return result
 
-    def _continue_open_groups(self, pool: Pool, result: RolloutResult) -> None:
-        """Let the open groups of a result continue, unless the iteration is the last one."""
-        part_of = {group.group_id: part for part in result.parts for group in part.plan.groups}
-        still_open = {
-            waiting.group_id: part_of[waiting.group_id]
-            for waiting in result.after.buffer
-            if waiting.finished is None and waiting.group_id in part_of
-        }
-        is_last = result.parts[0].plan.iteration + 1 == self._config.num_rollout
-        pool.leave(result.after, () if is_last else still_open)
-        self._keeping = asyncio.create_task(
-            pool.keep(still_open, StoredRows(self._files), self._config.rollout.flush_interval_s)
-        )
-
-    async def _stop_keeping(self) -> None:
-        if self._keeping is not None:
-            # The next rollout writes what was not written yet, so errors need no report.
-            await _cancel([self._keeping])
-            self._keeping = None
-
     async def _close_pool(self) -> None:
-        await self._stop_keeping()
         if self._pool is not None:
+            await self._pool.stop_writing()
             # A rollout would fill the pool again.
             await _cancel(self._running.values())
             await self._pool.close()
@@ -488,33 +466,6 @@ def evaluation_settings(
     return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward
 
 
-def rollout_settings(
-    config: RolloutConfig,
-    *,
-    groups: int | None = None,
-    in_order: bool = False,
-    oldest_version: int | None = None,
-) -> RolloutSettings:
-    """Return the settings of `run_rollout`.
-
-    `groups`: sample exactly this number, whatever their result. `oldest_version`: of a token that
-    the iteration may train on, for a rollout with a pool.
-    """
-    return RolloutSettings(
-        batch_size=config.rollout_batch_size if groups is None else groups,
-        static=config.static or groups is not None,
-        in_order=in_order,
-        partial=config.partial_rollout and not config.pooled,
-        max_rounds=config.max_sampling_rounds,
-        timeout_s=config.timeout_s,
-        flush_interval_s=config.flush_interval_s,
-        min_completed_fraction=config.min_completed_fraction,
-        groups_per_round=config.groups_per_round if config.pooled else None,
-        oldest_version=oldest_version,
-        mask_stale=config.mask_offpolicy_in_partial_rollout,
-    )
-
-
 def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
     """Return the tokens that end a response, from the same sources as SGLang.
 
@@ -531,34 +482,4 @@ def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
         for ids in sources
         for token in (ids if isinstance(ids, list) else [ids])
         if isinstance(token, int)
-    }
-
-
-def rollout_outputs(result: RolloutResult) -> dict[str, Any]:
-    """Return the outputs of a rollout's node: state of the data source, result of each group."""
-    return {
-        **sampling_outputs(result),
-        "plans": [part.digest for part in result.parts],
-        "after": result.after.model_dump(mode="json"),
-        "accepted": list(result.accepted),
-        "dropped": result.dropped,
-        "buffered_groups": len(result.after.buffer),
-        "cut_groups": result.cut_groups,
-        "errors": result.errors,
-        **({"fallbacks": result.fallbacks} if result.fallbacks else {}),
-    }
-
-
-def sampling_outputs(result: RolloutResult) -> dict[str, Any]:
-    """Return statistics of the sampling. Samples and tokens are those of this attempt only."""
-    now = result.progress
-    return {
-        "groups": now.groups,
-        "adopted_groups": result.adopted_groups,
-        "failed_groups": now.failed_groups,
-        "samples": now.samples,
-        "tokens": now.response_tokens,
-        "tokens_per_s": now.tokens_per_s,
-        "truncated_ratio": now.statuses["truncated"] / max(1, now.samples),
-        "statuses": dict(now.statuses),
     }

@@ -1,7 +1,7 @@
 """Groups that are sampled across rollouts (`rollout.selection: first_finished`).
 
     rollout k      begins groups, at most `size` at once, and takes the first that finish
-    between        the other groups continue; `keep` writes those that finish
+    between        the other groups continue; those that finish are written
     rollout k + 1  takes them from here by their ids, and begins further groups
 
 The pool is a cache. The store has the ids, prompts and seeds of its groups (plans), the finished
@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from rlpipe.rollout.generate import FINISHED, Generate
+from rlpipe.rollout.rollout_result import RolloutResult
 from rlpipe.rollout.rollout_rows import PlanPart, Rows
 from rlpipe.types import DataState, PlannedGroup, Sample
 
@@ -34,15 +35,29 @@ class Pool:
         """Groups by the `id` of their generate function."""
         self._hosts: set[asyncio.Task[None]] = set()
         self._left: DataState | None = None
+        self._writing: asyncio.Task[None] | None = None
+        """Writes the groups that finish while no rollout runs."""
 
-    def leave(self, after: DataState, group_ids: Collection[str]) -> None:
-        """Continue with these groups after a rollout, and forget all others.
+    def leave(
+        self, result: RolloutResult, rows: Rows, interval_s: float, *, is_last: bool = False
+    ) -> None:
+        """Continue with the open groups of a rollout's result, and forget all others.
 
-        after: data state of the rollout's result.
+        Groups that finish before `stop_writing` are written every `interval_s`, and stay in the
+        pool. is_last: forget the open groups too, because no rollout follows.
         """
-        self.retain(group_ids)
-        still_open = {group.group_id for group in after.buffer if group.finished is None}
-        self._left = after if still_open <= set(group_ids) else None
+        part_of = {group.group_id: part for part in result.parts for group in part.plan.groups}
+        still_open = {one.group_id for one in result.after.buffer if one.finished is None}
+        continued = set() if is_last else still_open & part_of.keys()
+        self.retain(continued)
+        self._left = result.after if still_open <= continued else None
+        self._writing = asyncio.create_task(self._write_finished(part_of, rows, interval_s))
+
+    async def stop_writing(self) -> None:
+        """Write no further groups: the next rollout does. A write that has begun ends first."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait({self._writing})
 
     def is_complete(self, before: DataState) -> bool:
         """True if every group that has finished since this state is in the pool."""
@@ -81,28 +96,26 @@ class Pool:
         for group_id in self.group_ids - set(group_ids):
             self._sampling.pop(group_id).cancel()
 
-    async def keep(self, parts: Mapping[str, PlanPart], rows: Rows, interval_s: float) -> None:
-        """Write groups that finish while no rollout runs, every `interval_s`, until cancelled.
+    async def _write_finished(
+        self, part_of: Mapping[str, PlanPart], rows: Rows, interval_s: float
+    ) -> None:
+        """Write the groups of the pool as they finish, until cancelled.
 
-        `parts`: group id → part whose plan has the group. A group stays in the pool. A write that
-        has begun ends before the call does.
+        `part_of`: group id → part whose plan has the group.
         """
-        waiting = {task: group_id for group_id, task in self._sampling.items() if group_id in parts}
-        while waiting:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        unwritten = {task: part_of[group_id] for group_id, task in self._sampling.items()}
+        while unwritten:
+            await asyncio.wait(unwritten, return_when=asyncio.FIRST_COMPLETED)
             # Groups that finish within one interval share a shard.
             await asyncio.sleep(interval_s)
-            ended = [task for task in waiting if task.done()]
-            finished = {
-                waiting.pop(task): samples for task in ended if (samples := _finished(task))
-            }
-            writing = asyncio.ensure_future(_write(finished, parts, rows))
-            try:
-                await asyncio.shield(writing)
-            finally:
-                await asyncio.wait({writing})
-            for task in ended:
-                waiting.pop(task, None)
+            ended = [task for task in unwritten if task.done()]
+            for part in {unwritten[task].digest: unwritten[task] for task in ended}.values():
+                of_part = [task for task in ended if unwritten[task].digest == part.digest]
+                finished = [samples for task in of_part if (samples := _finished(task))]
+                if finished:
+                    await _write(rows, part, finished)
+                for task in of_part:
+                    del unwritten[task]
 
     @asynccontextmanager
     async def lease(self, opened: AbstractAsyncContextManager[Generate]) -> AsyncIterator[Generate]:
@@ -138,6 +151,7 @@ class Pool:
 
     async def close(self) -> None:
         """End all groups and their servers."""
+        await self.stop_writing()
         self._left = None
         self.retain(())
         if self._hosts:
@@ -157,12 +171,10 @@ def _finished(task: asyncio.Task[list[Sample]]) -> list[Sample] | None:
     return samples if all(sample.status in FINISHED for sample in samples) else None
 
 
-async def _write(
-    finished: Mapping[str, list[Sample]], parts: Mapping[str, PlanPart], rows: Rows
-) -> None:
-    by_part: dict[str, list[list[Sample]]] = {}
-    for group_id, samples in finished.items():
-        by_part.setdefault(parts[group_id].digest, []).append(samples)
-    for digest, groups in by_part.items():
-        part = next(part for part in parts.values() if part.digest == digest)
-        await asyncio.to_thread(rows.write, part, groups)
+async def _write(rows: Rows, part: PlanPart, groups: Sequence[list[Sample]]) -> None:
+    """Write groups. If this call is cancelled, the write ends before the call does."""
+    writing = asyncio.ensure_future(asyncio.to_thread(rows.write, part, groups))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.wait({writing})

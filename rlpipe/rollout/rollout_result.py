@@ -68,6 +68,34 @@ class RolloutResult:
     """Accepted groups that the filter rejected, with its reason: they fill a batch for which too
     few groups were fit."""
 
+    def outputs(self) -> dict[str, Any]:
+        """Return the outputs of a rollout's node: data state, and the fate of each group."""
+        return {
+            **self.sampling_outputs(),
+            "plans": [part.digest for part in self.parts],
+            "after": self.after.model_dump(mode="json"),
+            "accepted": list(self.accepted),
+            "dropped": self.dropped,
+            "buffered_groups": len(self.after.buffer),
+            "cut_groups": self.cut_groups,
+            "errors": self.errors,
+            **({"fallbacks": self.fallbacks} if self.fallbacks else {}),
+        }
+
+    def sampling_outputs(self) -> dict[str, Any]:
+        """Return statistics of the sampling. Samples and tokens are those of this attempt only."""
+        now = self.progress
+        return {
+            "groups": now.groups,
+            "adopted_groups": self.adopted_groups,
+            "failed_groups": now.failed_groups,
+            "samples": now.samples,
+            "tokens": now.response_tokens,
+            "tokens_per_s": now.tokens_per_s,
+            "truncated_ratio": now.statuses["truncated"] / max(1, now.samples),
+            "statuses": dict(now.statuses),
+        }
+
 
 def build_result(
     progress: RolloutProgress,

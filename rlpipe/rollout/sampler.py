@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from rlpipe.errors import DeadlineExceeded, EngineError, RlpipeError
 from rlpipe.rollout.generate import FINISHED, Generate, failed_samples
@@ -32,38 +31,11 @@ from rlpipe.rollout.rollout_result import (
     dropped_by_buffer_filter,
 )
 from rlpipe.rollout.rollout_rows import Groups, PlanPart, Rows, num_response_tokens
+from rlpipe.rollout.rollout_settings import RolloutSettings
 from rlpipe.types import BufferedGroup, PlannedGroup, Sample, Status
 
 NextPart = Callable[[PlanPart], PlanPart]
 CutOff = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """Settings of a rollout."""
-
-    batch_size: int
-    """Number of groups to accept."""
-    static: bool
-    """True if part 0 is the whole plan, also if groups fail."""
-    in_order: bool
-    """True to accept groups in the order of the plan, for results that do not depend on timing. No
-    group is cut off then."""
-    partial: bool
-    """True if a group that is cut off continues from its tokens later; False if it starts again."""
-    max_rounds: int
-    """Largest number of parts."""
-    timeout_s: float
-    flush_interval_s: float
-    min_completed_fraction: float = 1.0
-    """The rollout fails if a smaller fraction of its groups did not fail."""
-    groups_per_round: int | None = None
-    """With a pool: number of judged groups after which rejected groups may fill the batch
-    (fallbacks). None: all planned groups."""
-    oldest_version: int | None = None
-    """With a pool: a group with an older token is dropped (`stale`). None: no limit."""
-    mask_stale: bool = False
-    """True to keep such a group if it has a token that is recent enough."""
 
 
 async def run_rollout(

@@ -31,7 +31,8 @@ from rlpipe.rollout.generate import FINISHED, planned_sample
 from rlpipe.rollout.group_selection import GroupJudge
 from rlpipe.rollout.rollout_result import RolloutResult
 from rlpipe.rollout.rollout_rows import PlanPart, StoredRows
-from rlpipe.rollout.sampler import RolloutSettings, run_rollout
+from rlpipe.rollout.rollout_settings import RolloutSettings
+from rlpipe.rollout.sampler import run_rollout
 from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.gc import unreachable

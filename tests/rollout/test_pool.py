@@ -29,16 +29,17 @@ from rlpipe.rollout.generate import planned_sample
 from rlpipe.rollout.group_selection import GroupJudge
 from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.pool import Pool
-from rlpipe.rollout.rollout_result import RolloutResult
+from rlpipe.rollout.rollout_result import RolloutProgress, RolloutResult, build_result
 from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart, StoredRows
-from rlpipe.rollout.sampler import RolloutSettings, run_rollout
+from rlpipe.rollout.rollout_settings import RolloutSettings
+from rlpipe.rollout.sampler import run_rollout
 from rlpipe.store.audit.verification import check_branch, check_store
 from rlpipe.store.branches import Branches, commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import table_to_samples
 from rlpipe.store.parquet.shards import read_rows
-from rlpipe.types import Commit, DataState, Plan, PlannedGroup, Sample, Stage, Status
+from rlpipe.types import BufferedGroup, Commit, DataState, Plan, PlannedGroup, Sample, Stage, Status
 from tests.data.test_source import FILE, LETTERS, rows
 from tests.store.lineage import collect, make_node
 
@@ -128,7 +129,14 @@ async def test_groups_that_finish_between_rollouts_are_written_below_their_plan(
     kept = MemoryRows()
     for group in (GROUP, OTHER):
         await pool.begin(group, (), _generate)
-    await pool.keep({"b:0": part, "b:1": part}, kept, 0.0)
+    waiting = [BufferedGroup(group_id=group_id, plan="plan") for group_id in ("b:0", "b:1")]
+    result = build_result(
+        RolloutProgress(), [part], (), {}, newer=waiting, adopted_groups=0, cut_groups=0, errors={}
+    )
+    pool.leave(result, kept, 0.0)
+    while len(kept.samples) < 2:  # noqa: ASYNC110 - rows have no event for a write
+        await asyncio.sleep(0.001)
+    await pool.stop_writing()
     assert sorted(sample.group_id for sample in kept.samples) == ["b:0", "b:1"]
     assert pool.group_ids == {"b:0", "b:1"}
 
@@ -342,20 +350,12 @@ class Driver:
         state = newest.data if newest else DataState()
         result, store = await self.rollout(k, state)
         self.check(state, result)
-        part_of = {group.group_id: part for part in result.parts for group in part.plan.groups}
-        still_open = {
-            one.group_id: part_of[one.group_id]
-            for one in result.after.buffer
-            if one.finished is None
-        }
-        self.pool.leave(result.after, still_open)
-        keeping = asyncio.ensure_future(self.pool.keep(still_open, StoredRows(self.files), 0.0005))
+        self.pool.leave(result, StoredRows(self.files), 0.0005)
         self.commit(k, result, store)
         self.engine.version = k + 1
         for _ in range(self.dice.randrange(30)):
             await asyncio.sleep(0.0001)
-        keeping.cancel()
-        await asyncio.wait({keeping})
+        await self.pool.stop_writing()
         if self.dice.random() < self.world.losses:
             await self.lose_pool()
 

@@ -13,7 +13,8 @@ from rlpipe.rollout.generate import planned_sample
 from rlpipe.rollout.group_selection import GroupJudge
 from rlpipe.rollout.rollout_result import RolloutResult
 from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart
-from rlpipe.rollout.sampler import RolloutSettings, run_rollout
+from rlpipe.rollout.rollout_settings import RolloutSettings
+from rlpipe.rollout.sampler import run_rollout
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Sample, Status
 
 STATIC = RolloutSettings(

@@ -45,7 +45,8 @@ from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import RolloutResult
 from rlpipe.rollout.rollout_rows import PlanPart, StoredRows
-from rlpipe.rollout.sampler import RolloutSettings, run_rollout
+from rlpipe.rollout.rollout_settings import RolloutSettings
+from rlpipe.rollout.sampler import run_rollout
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import table_to_samples
 from rlpipe.store.parquet.shards import read_rows
@@ -130,7 +131,6 @@ class Run:
         self.judge = GroupJudge(self._keep if work.rejects else None)
         self.committed: dict[int, asyncio.Event] = {}
         self.states: dict[int, asyncio.Future[DataState]] = {}
-        self.keeping: asyncio.Task[None] | None = None
         self.batches: list[dict[str, Any]] = []
 
     async def measure(self, iterations: int, warmup: int) -> dict[str, Any]:
@@ -153,7 +153,6 @@ class Run:
             async with asyncio.TaskGroup() as tasks:
                 for k in range(iterations):
                     tasks.create_task(self._iterate(k))
-            await self._stop_keeping()
             if self.pool is not None:
                 await self.pool.close()
         return self._figures(self.batches[warmup - 1], self.batches[warmup:])
@@ -164,12 +163,13 @@ class Run:
         part = await asyncio.to_thread(self.planner.part, k, await self.states[k], 0)
         if self.config.static:
             self.states[k + 1].set_result(part.plan.after)
-        await self._stop_keeping()
+        if self.pool is not None:
+            await self.pool.stop_writing()
         rows = StoredRows(self.files)
         result = await self._sample(part, rows)
         if not self.config.static:
             if self.pool is not None:
-                self._continue_open_groups(self.pool, result)
+                self.pool.leave(result, StoredRows(self.files), 0.5)
             self.states[k + 1].set_result(result.after)
         await self._until_committed(k - 1)
         samples = table_to_samples(await asyncio.to_thread(read_rows, self.files, rows.files))
@@ -231,21 +231,6 @@ class Run:
     def _keep(self, samples: Sequence[Sample]) -> Rejection | None:
         kept = random.Random(samples[0].group_id).random() >= self.work.rejects
         return None if kept else Rejection("rejected")
-
-    def _continue_open_groups(self, pool: Pool, result: RolloutResult) -> None:
-        part_of = {group.group_id: part for part in result.parts for group in part.plan.groups}
-        still_open = {
-            one.group_id: part_of[one.group_id]
-            for one in result.after.buffer
-            if one.finished is None
-        }
-        pool.retain(still_open)
-        self.keeping = asyncio.create_task(pool.keep(still_open, StoredRows(self.files), 0.5))
-
-    async def _stop_keeping(self) -> None:
-        if self.keeping is not None:
-            self.keeping.cancel()
-            await asyncio.wait({self.keeping})
 
     async def _until_committed(self, k: int) -> None:
         if k >= 0:
