@@ -16,6 +16,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from uuid import uuid4
 
 import httpx
 
@@ -82,6 +83,8 @@ class Engine:
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
         self._http = httpx.AsyncClient(timeout=None, verify=certificates())
+        self._client = uuid4().hex
+        """Name by which a server of ours knows who opened an update."""
 
     async def __aenter__(self) -> Engine:
         return self
@@ -172,7 +175,8 @@ class Engine:
         One request to a server with `push_routes`, else one for each step.
         """
         # The server's error comes before the deadline of this call, and says more.
-        body = {"mode": mode, "begin": begin, "timeout_s": FLUSH_SHARE * self.deadline_s}
+        timeout_s = FLUSH_SHARE * self.deadline_s
+        body = {"client": self._client, "mode": mode, "begin": begin, "timeout_s": timeout_s}
         answer = await self._ask_ours(OPEN, body)
         if answer is not None:
             return Opened(bool(answer["begun"]), answer["seconds"])
@@ -188,9 +192,10 @@ class Engine:
     async def close_update(self, expected: str, *, end: bool, sample: bool) -> Closed:
         """Close a weight update (`end`), read the weight version, and sample again (`sample`).
 
-        A server with another version than `expected` stays paused. Requests: as `open_update`.
+        A server with another version than `expected` stays paused. Requests: as `open_update`. Our
+        servers refuse if another `Engine` has opened an update since this one.
         """
-        body = {"expected": expected, "end": end, "sample": sample}
+        body = {"client": self._client, "expected": expected, "end": end, "sample": sample}
         answer = await self._ask_ours(CLOSE, body)
         if answer is not None:
             return Closed(str(answer["weight_version"]), answer["seconds"])

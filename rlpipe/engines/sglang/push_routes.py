@@ -9,12 +9,16 @@ seconds of each step.
 
 SGLang's pause with `abort` looks once a second whether the aborted requests have ended. Here they
 are aborted before, and awaited with `POLL_S`.
+
+A trainer that dies in a push leaves requests behind. So requests run one after the other, those of
+a client that has gone are given up, and only the client that opened an update last may close it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rlpipe.system.parts import Parts
@@ -22,6 +26,8 @@ from rlpipe.system.parts import Parts
 OPEN = "/rlpipe/open_update"
 CLOSE = "/rlpipe/close_update"
 POLL_S = 0.01
+Gone = Callable[[], Awaitable[bool]]
+"""True if the client of a request waits for its answer no more."""
 ABORT_S = 5.0
 """Wait for aborted requests. Later SGLang's own pause waits for them."""
 
@@ -36,6 +42,9 @@ class PushRoutes:
     def __init__(self, state: Any) -> None:
         """`state`: module `sglang.srt.entrypoints.http_server`, or a stand-in."""
         self._state = state
+        self._lock = asyncio.Lock()
+        self._client: str | None = None
+        """The client that opened an update last."""
 
     def add_to(self, app: Any) -> None:
         """Add the endpoints to SGLang's FastAPI application."""
@@ -46,7 +55,14 @@ class PushRoutes:
     def _manager(self) -> Any:
         return self._state._global_state.tokenizer_manager
 
-    async def _open(self, body: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    async def _open(self, body: dict[str, Any], parts: Parts, gone: Gone) -> dict[str, Any]:
+        async with self._lock:
+            if await gone():
+                raise _Refused("the client has gone")
+            self._client = body["client"]
+            return await self._open_alone(body, parts, gone)
+
+    async def _open_alone(self, body: dict[str, Any], parts: Parts, gone: Gone) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         manager = self._manager
@@ -55,7 +71,7 @@ class PushRoutes:
                 await _end_requests(manager)
             await manager.pause_generation(PauseGenerationReqInput(mode=body["mode"]))
         with parts.part("flush the cache"):
-            await _flush(manager, body["timeout_s"])
+            await _flush(manager, body["timeout_s"], gone)
         begun = False
         if body["begin"] and hasattr(manager, "begin_weight_update"):
             with parts.part("begin"):
@@ -63,7 +79,13 @@ class PushRoutes:
             begun = True
         return {"begun": begun}
 
-    async def _close(self, body: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    async def _close(self, body: dict[str, Any], parts: Parts, _gone: Gone) -> dict[str, Any]:
+        async with self._lock:
+            if self._client != body["client"]:
+                raise _Refused("another client has opened an update since")
+            return await self._close_alone(body, parts)
+
+    async def _close_alone(self, body: dict[str, Any], parts: Parts) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         manager = self._manager
@@ -85,7 +107,7 @@ def _endpoint(steps: Any) -> Any:
     async def endpoint(request: Any) -> JSONResponse:
         parts = Parts()
         try:
-            answer = await steps(await request.json(), parts)
+            answer = await steps(await request.json(), parts, request.is_disconnected)
         except _Refused as error:
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         return JSONResponse({**answer, "seconds": parts.seconds})
@@ -104,12 +126,14 @@ async def _end_requests(manager: Any) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _flush(manager: Any, timeout_s: float) -> None:
+async def _flush(manager: Any, timeout_s: float, gone: Gone) -> None:
     """Empty the prefix cache once no request uses it."""
     until_s = time.monotonic() + timeout_s
     while not (answer := await manager.flush_cache()).success:
         if time.monotonic() > until_s:
             raise _Refused(f"the cache is still in use: {getattr(answer, 'message', '')}")
+        if await gone():
+            raise _Refused("the client has gone")
         await asyncio.sleep(POLL_S)
 
 
