@@ -262,7 +262,7 @@ class _Attempt:
         """Wait for the samples of a group and record them."""
         group_id = group.group_id
         try:
-            samples = await sampling
+            samples = await _not_cancelled_inside(sampling)
             if self.closed and any(sample.status not in FINISHED for sample in samples):
                 self.cut[group_id] = samples
                 self._count(samples, so_far)
@@ -453,3 +453,20 @@ class _Attempt:
         if earlier:
             return without_rows.model_copy(update={"rows": group.earlier, **ages(earlier)})
         return without_rows
+
+
+async def _not_cancelled_inside(sampling: Awaitable[list[Sample]]) -> list[Sample]:
+    """Return the samples of a group. Raises: EngineError if they are cancelled, but not this task.
+
+    A task group ignores a cancelled task: the rollout would wait for the group until its deadline.
+    """
+    try:
+        return await sampling
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise EngineError(
+            "the generate function was cancelled",
+            do="look in a user function for a task that is cancelled and awaited",
+        ) from error

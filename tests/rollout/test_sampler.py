@@ -11,6 +11,7 @@ from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable, Stor
 from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import planned_sample
 from rlpipe.rollout.group_selection import GroupJudge
+from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import RolloutResult
 from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart
 from rlpipe.rollout.rollout_settings import RolloutSettings
@@ -436,3 +437,14 @@ async def test_two_rollouts_share_the_slots_first_come_first_served():
     )
     await asyncio.gather(first, second)
     assert sampling.most == 2 and sampling.called == [f"b:{i}" for i in range(8)]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_a_group_fails_if_its_function_is_cancelled_from_inside(pooled: bool):
+    async def cancelled(group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
+        raise asyncio.CancelledError
+
+    settings = _settings(timeout_s=2.0, static=not pooled)
+    pool = Pool(2) if pooled else None
+    with pytest.raises(EngineError, match="the generate function was cancelled"):
+        await _run(_part(2), cancelled, MemoryRows(), settings, pool=pool, next_part=_more)
