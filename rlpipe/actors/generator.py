@@ -84,6 +84,7 @@ class Generator:
         Raises: DataError with file and line; ConfigError.
         """
         if self._driver != driver or self._spec != spec:
+            self._driver = None  # the driver before begins no rollout meanwhile
             # The engines of another driver may get weights of another replay.
             await self._close_pool()
         if self._spec != spec:

@@ -19,6 +19,7 @@ from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import load_run, validate
 from rlpipe.errors import DataError, Fenced
 from rlpipe.rollout.generate import FINISHED
+from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_rows import StoredRows
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
@@ -51,15 +52,23 @@ async def _generator(
     live: Live, folder: Path, rollout: dict[str, Any], **sections: Any
 ) -> Generator:
     """Return a generator that is set up and connected, with 40 short prompts."""
+    if not (folder / "model").exists():
+        shutil.copytree(live.model_dir, folder / "model")
+    generator = Generator(str(Path.cwd()))
+    await generator.setup(DRIVER, _spec(folder, rollout, **sections))
+    await generator.connect(live.router.url, on_gpus=False)
+    return generator
+
+
+def _spec(folder: Path, rollout: dict[str, Any], **sections: Any) -> GeneratorSpec:
+    """Return the specification of a generator with the model in this folder."""
     model_dir = folder / "model"
-    if not model_dir.exists():
-        shutil.copytree(live.model_dir, model_dir)
-        load_hook("deployments/recipes/tiny_models.py:character_tokenizer")(
-            "Spell: "
-        ).save_pretrained(model_dir)
-        lines = [f'{{"prompt": "{chr(97 + n % 26)}{n}", "label": "x"}}' for n in range(40)]
-        (folder / "a.jsonl").write_text("\n".join(lines))
-        (folder / "reward.py").write_text(REWARD)
+    load_hook("deployments/recipes/tiny_models.py:character_tokenizer")("Spell: ").save_pretrained(
+        model_dir
+    )
+    lines = [f'{{"prompt": "{chr(97 + n % 26)}{n}", "label": "x"}}' for n in range(40)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "reward.py").write_text(REWARD)
     config = validate(
         {
             "run": "run",
@@ -76,10 +85,7 @@ async def _generator(
             **sections,
         }
     )
-    generator = Generator(str(Path.cwd()))
-    await generator.setup(DRIVER, GeneratorSpec(config, str(model_dir), str(folder / "store")))
-    await generator.connect(live.router.url, on_gpus=False)
-    return generator
+    return GeneratorSpec(config, str(model_dir), str(folder / "store"))
 
 
 async def _until_done(generator: Generator, groups: int) -> None:
@@ -157,7 +163,7 @@ async def test_two_rollouts_run_at_once_and_the_end_of_one_does_not_affect_the_o
         asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
         for planned in (first, second)
     ]
-    while (await generator.progress(1))["total"] == 0:  # noqa: ASYNC110 - an actor has no event for it
+    while (await generator.progress(1))["total"] == 0:  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.01)
     assert (await generator.progress())["total"] == 6
     await generator.abandon(DRIVER, 1)
@@ -367,6 +373,35 @@ async def test_a_generator_draws_each_kept_prompt_once_per_epoch_and_reports_the
         )
     with pytest.raises(Fenced):
         await generator.overlong(REPLACED)
+
+
+async def test_the_driver_before_begins_no_rollout_while_its_pool_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    closing = asyncio.Event()
+    closed = asyncio.Event()
+
+    async def close(pool: Pool) -> None:
+        closing.set()
+        await closed.wait()
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(
+        '{"vocab_size": 200, "max_position_embeddings": 64}'
+    )
+    pooled = {"rollout_batch_size": 2, "selection": "first_finished"}
+    spec = _spec(tmp_path, pooled, async_buffer_size=1)
+    generator = Generator(str(Path.cwd()))
+    await generator.setup(REPLACED, spec)
+    planned = await generator.plan(REPLACED, 0, DataState())
+    monkeypatch.setattr(Pool, "close", close)
+    setting_up = asyncio.create_task(generator.setup(DRIVER, spec))
+    await closing.wait()
+    with pytest.raises(Fenced):
+        await generator.rollout(REPLACED, planned["plan"])
+    closed.set()
+    await setting_up
+    assert (await generator.plan(DRIVER, 0, DataState()))["plan"] == planned["plan"]
 
 
 @pytest.mark.integration
