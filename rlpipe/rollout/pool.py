@@ -16,13 +16,18 @@ Entry point: `Pool`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
+from rlpipe.errors import StoreError
 from rlpipe.rollout.generate import FINISHED, Generate
 from rlpipe.rollout.rollout_result import RolloutResult
 from rlpipe.rollout.rollout_rows import PlanPart, Rows
 from rlpipe.types import DataState, PlannedGroup, Sample
+
+_LOG = logging.getLogger(__name__)
 
 
 class Pool:
@@ -52,11 +57,15 @@ class Pool:
         self.retain(continued)
         self._left = result.after if still_open <= continued else None
         self._writing = asyncio.create_task(self._write_finished(part_of, rows, interval_s))
+        # The next rollout writes the same groups, and raises the error of a wrong row.
+        self._writing.add_done_callback(_see_error)
 
     async def stop_writing(self) -> None:
         """Write no further groups: the next rollout does. A write that has begun ends first."""
         if self._writing is not None:
-            self._writing.cancel()
+            # A second cancellation would not wait for the write.
+            if not self._writing.cancelling():
+                self._writing.cancel()
             await asyncio.wait({self._writing})
 
     def is_complete(self, before: DataState) -> bool:
@@ -112,8 +121,8 @@ class Pool:
             for part in {unwritten[task].digest: unwritten[task] for task in ended}.values():
                 of_part = [task for task in ended if unwritten[task].digest == part.digest]
                 finished = [samples for task in of_part if (samples := _finished(task))]
-                if finished:
-                    await _write(rows, part, finished)
+                if finished and not await _write(rows, part, finished):
+                    continue  # tried again after the interval
                 for task in of_part:
                     del unwritten[task]
 
@@ -135,6 +144,8 @@ class Pool:
             yield await ready
         finally:
             ended.set()
+            if not host.done():
+                host.add_done_callback(_report_error)
 
     async def _host(
         self,
@@ -159,8 +170,7 @@ class Pool:
 
     def _end(self, task: asyncio.Task[list[Sample]]) -> None:
         self._slots.release()
-        if not task.cancelled():
-            task.exception()  # marks the error as seen; `result` raises it
+        _see_error(task)  # `result` raises it
 
 
 def _finished(task: asyncio.Task[list[Sample]]) -> list[Sample] | None:
@@ -171,10 +181,29 @@ def _finished(task: asyncio.Task[list[Sample]]) -> list[Sample] | None:
     return samples if all(sample.status in FINISHED for sample in samples) else None
 
 
-async def _write(rows: Rows, part: PlanPart, groups: Sequence[list[Sample]]) -> None:
-    """Write groups. If this call is cancelled, the write ends before the call does."""
+async def _write(rows: Rows, part: PlanPart, groups: Sequence[list[Sample]]) -> bool:
+    """Write groups; return False if the store failed.
+
+    If this call is cancelled, the write ends before the call does.
+    """
     writing = asyncio.ensure_future(asyncio.to_thread(rows.write, part, groups))
+    writing.add_done_callback(_see_error)
     try:
         await asyncio.shield(writing)
+    except StoreError:
+        return False
     finally:
         await asyncio.wait({writing})
+    return True
+
+
+def _report_error(host: asyncio.Task[None]) -> None:
+    """Log an error that comes after the end of a lease: the groups have their samples."""
+    if not host.cancelled() and (error := host.exception()):
+        _LOG.error("servers of a rollout did not stop", exc_info=error)
+
+
+def _see_error(task: asyncio.Task[Any]) -> None:
+    """Mark the error of a task as seen, for tasks with errors that appear elsewhere."""
+    if not task.cancelled():
+        task.exception()

@@ -22,7 +22,7 @@ from rlpipe.batch.files import write_batch
 from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.source import DataSource
-from rlpipe.errors import EngineError, EngineUnavailable
+from rlpipe.errors import EngineError, EngineUnavailable, StoreError
 from rlpipe.lineage.stage_inputs import Inputs
 from rlpipe.rollout.filters import Rejection
 from rlpipe.rollout.generate import planned_sample
@@ -120,22 +120,59 @@ async def test_an_error_at_the_start_of_servers_is_raised_by_the_lease():
             pass
 
 
-async def test_groups_that_finish_between_rollouts_are_written_below_their_plan():
+async def test_an_error_at_the_end_of_servers_is_logged(caplog: pytest.LogCaptureFixture):
+    @asynccontextmanager
+    async def servers() -> AsyncIterator:
+        yield _generate
+        raise EngineError("port in use")
+
+    pool = Pool(1)
+    async with pool.lease(servers()):
+        pass
+    await pool.close()
+    assert "servers of a rollout did not stop" in caplog.text and "port in use" in caplog.text
+
+
+class _FailingRows(MemoryRows):
+    """Rows of a store that fails for some writes."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def write(self, part, groups, *, cut=False):
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("S3 request failed")
+        super().write(part, groups, cut=cut)
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+async def test_groups_that_finish_between_rollouts_are_written_once_the_store_answers(
+    failures: int,
+):
     pool = Pool(2)
     plan = Plan(
         branch="b", iteration=0, groups=(GROUP, OTHER), before=DataState(), after=DataState()
     )
-    part = PlanPart("plan", plan)
-    kept = MemoryRows()
     for group in (GROUP, OTHER):
         await pool.begin(group, (), _generate)
     waiting = [BufferedGroup(group_id=group_id, plan="plan") for group_id in ("b:0", "b:1")]
     result = build_result(
-        RolloutProgress(), [part], (), {}, newer=waiting, adopted_groups=0, cut_groups=0, errors={}
+        RolloutProgress(),
+        [PlanPart("plan", plan)],
+        (),
+        {},
+        newer=waiting,
+        adopted_groups=0,
+        cut_groups=0,
+        errors={},
     )
+    kept = _FailingRows(failures)
     pool.leave(result, kept, 0.0)
-    while len(kept.samples) < 2:  # noqa: ASYNC110 - rows have no event for a write
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(10):
+        while len(kept.samples) < 2:  # noqa: ASYNC110 - rows have no event for a write
+            await asyncio.sleep(0.001)
     await pool.stop_writing()
     assert sorted(sample.group_id for sample in kept.samples) == ["b:0", "b:1"]
     assert pool.group_ids == {"b:0", "b:1"}
