@@ -10,6 +10,7 @@ inspects a running cluster, `claim_gpus` for the machine's GPUs.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -18,6 +19,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -59,6 +61,9 @@ _started_here = threading.Event()
 """Set if this process started the Ray that it uses."""
 _connecting = threading.Lock()
 """Held while a thread of this process starts, joins or leaves a Ray as a driver."""
+_begun: Future[None] = Future()
+"""Done unless a start that `begin_connecting` began, or what follows it, is not over."""
+_begun.set_result(None)
 
 
 def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
@@ -68,6 +73,7 @@ def connect(resources: ResourcesConfig, home: Path, *, namespace: str) -> None:
     if the cluster at `resources.ray_address` or RAY_ADDRESS cannot be joined, or a local Ray cannot
     be started.
     """
+    _begun.result()
     with _connecting:
         _connect(resources, home, namespace)
     # Ray's library replaces the handler in any thread, and `_init` restores it in the main thread.
@@ -84,20 +90,28 @@ def begin_connecting(
     """Start a local Ray in a thread, unless there is one or the run joins a cluster.
 
     `connect` waits for it. Ray's servers and first workers start while this process imports others.
-    `then` is called in the thread once Ray runs; `connect` waits for this too. Its errors are left
-    to the call that needs the result.
+    `then` is called in the thread once Ray runs; `connect` waits for this too, `disconnect` does
+    not. Its errors are left to the call that needs the result.
     """
+    global _begun
     joins = resources.ray_address or os.environ.get("RAY_ADDRESS", "local") != "local"
-    if joins or ray.is_initialized() or _connecting.locked():
+    if joins or ray.is_initialized() or not _begun.done():
         return
     began = threading.Event()
+    begun: Future[None] = Future()
+    # A cancelled wait must not cancel it.
+    begun.set_running_or_notify_cancel()
 
     def start() -> None:
         # After a failure `connect` tries again and raises the error. The thread must not end.
-        with _connecting, suppress(Exception):
-            began.set()
-            _connect(resources, home, namespace)
-            then()
+        try:
+            with suppress(Exception):
+                with _connecting:
+                    began.set()
+                    _connect(resources, home, namespace)
+                then()
+        finally:
+            begun.set_result(None)
         # Ray's servers end with the thread that started them (PR_SET_PDEATHSIG).
         threading.Event().wait()
 
@@ -105,9 +119,18 @@ def begin_connecting(
     ray_worker.logger.addFilter(_is_not_about_sigterm)
     # The process may end before it uses Ray.
     atexit.register(disconnect)
+    _begun = begun
     threading.Thread(target=start, name="Ray start", daemon=True).start()
-    # From here on, `connect` and `disconnect` wait for the thread.
+    # From here on, `connect` and `disconnect` wait for the thread's start of Ray.
     began.wait()
+
+
+async def begun_start() -> None:
+    """Wait as `connect` for a start that `begin_connecting` began; a cancelled wait ends at once.
+
+    `asyncio.run` turns the first Ctrl-C into a cancelled task, which `connect` does not see.
+    """
+    await asyncio.wrap_future(_begun)
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
@@ -323,8 +346,14 @@ def _install_sigterm_handler(handler: Any) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster. A local Ray ends."""
+    """Leave the cluster. A local Ray ends.
+
+    What follows a begun start may still read a store that does not answer: nothing waits for it.
+    """
     with _connecting:
+        if not _begun.done():
+            # Its first call would start a Ray that nobody ends.
+            os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         _disconnect()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import os
@@ -20,7 +21,13 @@ import ray
 from rlpipe.actors.ray import access as ray_access
 from rlpipe.actors.ray import local_ray
 from rlpipe.actors.ray import watch as ray_watch
-from rlpipe.actors.ray.local_ray import address, begin_connecting, connect, disconnect
+from rlpipe.actors.ray.local_ray import (
+    address,
+    begin_connecting,
+    begun_start,
+    connect,
+    disconnect,
+)
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
@@ -265,6 +272,32 @@ def test_connect_waits_for_what_follows_the_start_of_ray(slow_ray: SlowRay, tmp_
     begin_connecting(ResourcesConfig(), tmp_path, namespace="here", then=fail)
     connect(ResourcesConfig(), tmp_path, namespace="here")
     assert slow_ray.log == ["connected", "actors began", "connected"]
+
+
+async def test_leaving_a_ray_does_not_wait_for_what_follows_its_start(
+    slow_ray: SlowRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ctrl-C while the thread reads a store that does not answer."""
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
+    answered = threading.Event()
+    reading = threading.Event()
+
+    def read() -> None:
+        reading.set()
+        answered.wait(10)
+
+    slow_ray.go.set()
+    begin_connecting(ResourcesConfig(), tmp_path, namespace="here", then=read)
+    assert reading.wait(10)
+    waiting = asyncio.create_task(begun_start())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    disconnect()
+    assert slow_ray.log == ["connected", "left"] and not answered.is_set()
+    assert os.environ["RAY_ENABLE_AUTO_CONNECT"] == "0", "a later call must not start another Ray"
+    answered.set()
+    await begun_start()
 
 
 def test_the_error_of_a_begun_start_is_that_of_the_next_connect(slow_ray: SlowRay, tmp_path: Path):
