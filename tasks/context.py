@@ -237,7 +237,7 @@ async def _open_run(
             rows = await asyncio.to_thread(file_rows, config)
             await asyncio.to_thread(check_prompt_lengths, config, rows, Path(model_dir))
         cluster = await open_cluster(
-            config, epoch=epoch.number, home=home, model_dir=model_dir, store_root=files.root
+            config, epoch=epoch, home=home, model_dir=model_dir, store_root=files.root
         )
         if cluster.memory is not None and not epoch.joined:
             progress.say(f"{config.run}: {cluster.memory}")
@@ -299,7 +299,7 @@ async def _recover(ctx: RunContext) -> None:
             await _join_next_ray(ctx)
     ctx.cluster = await open_cluster(
         ctx.config,
-        epoch=ctx.epoch.number,
+        epoch=ctx.epoch,
         home=ctx.home,
         model_dir=ctx.model_dir,
         store_root=ctx.files.root,

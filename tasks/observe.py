@@ -71,7 +71,7 @@ class Observer:
         self._without_signal = 0
         self._curve = UpdatedArtifact()
         self._overview = UpdatedArtifact()
-        self._functions = LogFunctions(ctx.config.observe, slime_args(ctx.config))
+        self._functions = LogFunctions(ctx.config.observe, slime_args(ctx.cluster.config))
         self._sinks = Sinks(
             ctx.config.observe,
             ctx.config.run,

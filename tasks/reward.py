@@ -41,7 +41,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             for row in await asyncio.to_thread(read_samples, ctx.files, rollout_node)
             if row.group_id in accepted
         ]
-        args = slime_args(ctx.config)
+        args = slime_args(ctx.cluster.config)
         rows = await score(
             samples,
             ctx.config.reward,

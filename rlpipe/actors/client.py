@@ -17,12 +17,12 @@ from ray.actor import ActorHandle
 from rlpipe.actors.drivers import Driver, is_driven
 from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.engines.fleet import Weights
-from rlpipe.actors.gpu_memory import fitted, gpus_of_nodes, smallest_gpu_bytes
+from rlpipe.actors.gpu_memory import cluster_gpus, fitted
 from rlpipe.actors.ray import named
 from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.calls import call, call_or_kill, kill_actors
 from rlpipe.actors.ray.layout import placed
-from rlpipe.actors.ray.local_ray import claim_gpus, connect
+from rlpipe.actors.ray.local_ray import begun_start, claim_gpus, connect
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import as_recorded
@@ -30,6 +30,7 @@ from rlpipe.errors import ActorLost, RlpipeError
 from rlpipe.lineage.states import Lineage
 from rlpipe.model_dir import model_directory_if_present
 from rlpipe.observe.terminal import ReportedWaits, waiting_for
+from rlpipe.store.epochs import Epoch
 from rlpipe.types import DataState
 
 CALL_TIMEOUT_S = 120.0
@@ -135,7 +136,8 @@ class Cluster(_DriverHandle):
         super().__init__(driver, conductor)
         self.has_engines = config.needs_engines
         self.shares_gpus = config.resources.shares_gpus
-        self._config = config
+        self.config = config
+        """The run's configuration with the decisions about GPUs and their memory."""
         self.memory = memory
         # A switch waits for the call that uses the trainer, then releases and allocates memory.
         self._switch_s = config.train.timeout_s + 2 * config.resources.start_timeout_s
@@ -177,9 +179,9 @@ class Cluster(_DriverHandle):
             await self._call("close", CALL_TIMEOUT_S)
         except ActorLost:
             # A lost rank raises the same error. Without a conductor, nothing else ends the actors.
-            if await asyncio.to_thread(_has_conductor, self._config):
+            if await asyncio.to_thread(_has_conductor, self.config):
                 raise
-            await asyncio.to_thread(_end_without_conductor, self._config)
+            await asyncio.to_thread(_end_without_conductor, self.config)
         # not in `Conductor.close`: a conductor that ends itself could not answer the call
         kill_actors([self._actor])
 
@@ -216,22 +218,23 @@ def begin_cluster(config: RunConfig, home: Path) -> None:
 
 
 async def open_cluster(
-    config: RunConfig, *, epoch: int, home: Path, model_dir: str, store_root: str
+    config: RunConfig, *, epoch: Epoch, home: Path, model_dir: str, store_root: str
 ) -> Cluster:
     """Find or start the actors of a run, and set them up for the driver of this epoch.
 
-    Raises: as `Conductor.open`.
+    Raises: as `cluster_gpus` and `Conductor.open`.
     """
     namespace = named.namespace(config.cluster)
     # Idempotent: an iteration in a process that already is a driver keeps its connection.
     with waiting_for("Ray"):
+        await begun_start()
         connect(config.resources, home, namespace=namespace)
-    config, placement = placed(config, await asyncio.to_thread(gpus_of_nodes))
+    gpus = await cluster_gpus(epoch.identity, config.resources.start_timeout_s)
+    config, placement = placed(config, gpus.of_nodes)
     await claim_gpus(config.resources, owner=f"run {config.run}", engines=config.needs_engines)
     (home / config.cluster / "logs").mkdir(parents=True, exist_ok=True)
-    driver = Driver(config.run, epoch)
-    gpu_bytes = await smallest_gpu_bytes(config.resources.start_timeout_s)
-    config, memory = await asyncio.to_thread(fitted, config, model_dir, gpu_bytes)
+    driver = Driver(config.run, epoch.number)
+    config, memory = await asyncio.to_thread(fitted, config, model_dir, gpus.smallest_bytes)
     decisions = "; ".join(filter(None, (placement, memory))) or None
     spec = ClusterSpec(config, str(home), model_dir, store_root)
     try:

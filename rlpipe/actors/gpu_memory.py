@@ -17,7 +17,8 @@ length, or as much as it has without a trainer. A trainer that sleeps while engi
 much memory as the first row.
 
 The decision depends on the configuration, the files of the weights and the GPU's total memory. So
-it is the same for a run and its resume on the same kind of machine. Keys of the configuration have
+it is the same for a run and its resume on the same kind of machine. All processes of one epoch
+decide from the same GPUs (`cluster_gpus`). Keys of the configuration have
 precedence: `resources.offload_train`, `resources.offload_rollout`, and `engine.sglang`.
 """
 
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray.experimental import internal_kv
 from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import safe_open
@@ -70,6 +72,8 @@ LARGE_GPU_BYTES = 60 * GIB
 """SGLang captures fewer graphs on GPUs with less memory than this; its choice stays there."""
 IMBALANCE = 1.5
 """Most requests of an engine, relative to an equal distribution over all engines."""
+RECORDS = "rlpipe-gpus"
+"""Namespace of the records of `cluster_gpus` in Ray's own store, which ends with that Ray."""
 GRAPH_KEYS = (
     "cuda_graph_bs_decode",
     "cuda_graph_max_bs_decode",
@@ -115,6 +119,15 @@ class Residency(NamedTuple):
     cache_tokens: int
 
 
+class ClusterGpus(NamedTuple):
+    """The GPUs of a Ray cluster from which a run's layout and memory follow."""
+
+    of_nodes: tuple[int, ...]
+    """GPUs of each node that has any."""
+    smallest_bytes: int | None
+    """Memory of the smallest GPU; None: no GPU."""
+
+
 class Fitted(NamedTuple):
     """The configuration with which actors are started."""
 
@@ -152,6 +165,35 @@ def fitted(config: RunConfig, model_dir: str, gpu_bytes: int | None) -> Fitted:
         cache = {"max_total_tokens": choice.cache_tokens, **sglang}
         config = _with_arguments(config, {**cache, "mem_fraction_static": RESIDENT_FRACTION})
     return Fitted(config.model_copy(update={"resources": resources}), line)
+
+
+async def cluster_gpus(epoch: str, deadline_s: float) -> ClusterGpus:
+    """Return the GPUs of the Ray cluster as the first process of an epoch found them.
+
+    All processes of a run decide from them, so that they start the same actors. Nodes that come or
+    go count for the next epoch, or the next Ray. `epoch`: `Epoch.identity`. Raises: as
+    `smallest_gpu_bytes`.
+    """
+    if (recorded := await asyncio.to_thread(_recorded, epoch)) is not None:
+        return recorded
+    nodes = await asyncio.to_thread(gpus_of_nodes)
+    found = ClusterGpus(tuple(nodes), await smallest_gpu_bytes(deadline_s))
+    return await asyncio.to_thread(_first_recorded, epoch, found)
+
+
+def _first_recorded(epoch: str, found: ClusterGpus) -> ClusterGpus:
+    # Without `overwrite` the first of two concurrent processes wins.
+    value = json.dumps(found)
+    internal_kv._internal_kv_put(epoch, value, overwrite=False, namespace=RECORDS)
+    return _recorded(epoch) or found
+
+
+def _recorded(epoch: str) -> ClusterGpus | None:
+    value = internal_kv._internal_kv_get(epoch, namespace=RECORDS)
+    if value is None:
+        return None
+    nodes, smallest_bytes = json.loads(value)
+    return ClusterGpus(tuple(nodes), smallest_bytes)
 
 
 def gpus_of_nodes() -> list[int]:

@@ -308,6 +308,11 @@ class Epoch:
         """Number of the epoch, from 1. Larger than that of every earlier driver."""
         return self._lease.epoch
 
+    @property
+    def identity(self) -> str:
+        """Name of the epoch that no other has, of a store that was made again either."""
+        return f"{self._lease.branch}/{self.number}/{self._lease.since}"
+
     def keep(self) -> None:
         """Renew the lease in the background until it is released or lost."""
         if not self.joined:

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from rlpipe.actors import client
+from rlpipe.actors import client, gpu_memory
 from rlpipe.actors.client import Cluster, open_cluster
 from rlpipe.actors.drivers import Driver
 from rlpipe.actors.engines.engine import EngineSpec
@@ -19,9 +19,10 @@ from rlpipe.actors.ray import named
 from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.specs import ClusterSpec
+from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.errors import ActorLost, Fenced
-from rlpipe.store.epochs import Epochs
+from rlpipe.store.epochs import Epoch, Epochs
 from rlpipe.store.objects.files import Files
 from tests.actors.test_conductor import spec
 
@@ -100,10 +101,47 @@ async def test_open_cluster_starts_another_conductor_if_the_first_ends_at_this_m
     conductors = iter([ended, start(named.CONDUCTOR)])
     monkeypatch.setattr(client.named, "conductor", lambda *_: next(conductors))
     start("generator")
+    epoch = Epochs(Files(tmp_path / "store")).acquire(config.run)
     await open_cluster(
-        config, epoch=1, home=tmp_path, model_dir="/m", store_root=str(tmp_path / "store")
+        config, epoch=epoch, home=tmp_path, model_dir="/m", store_root=str(tmp_path / "store")
     )
     assert next(conductors, None) is None
+
+
+async def test_all_processes_of_an_epoch_decide_from_the_same_gpus(config, tmp_path, monkeypatch):
+    """A process that joins would else see other nodes, and start other actors than the driver."""
+    sections = {"rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2}}
+    values = config.model_dump(mode="json") | sections | {"advantage": {}, "train": {}}
+    values["resources"] |= {"colocate": "auto", "cluster": "gone", "actor_num_gpus_per_node": 1}
+    run = validate(values)
+    start(named.CONDUCTOR)
+    start("generator")
+    node = {"NodeManagerAddress": gpu_memory.get_node_ip_address(), "Resources": {"GPU": 1.0}}
+    nodes = [node]
+    monkeypatch.setattr(gpu_memory, "_gpu_nodes", lambda: nodes)
+    monkeypatch.setattr(gpu_memory, "smallest_gpu_mib", lambda: None)
+    epochs = Epochs(Files(tmp_path / "store"))
+
+    async def shares_gpus(epoch: Epoch) -> bool:
+        root = str(tmp_path / "store")
+        cluster = await open_cluster(
+            run, epoch=epoch, home=tmp_path, model_dir="/m", store_root=root
+        )
+        assert cluster.shares_gpus is cluster.config.resources.colocate
+        return cluster.shares_gpus
+
+    driver = epochs.acquire(run.run)
+    assert await shares_gpus(driver)
+    nodes.append(node)
+    assert await shares_gpus(epochs.join(run.run, stand_in=False))
+    assert await shares_gpus(driver), "also after a recovery"
+    driver.release()
+    assert not await shares_gpus(epochs.acquire(run.run)), "another start has two GPUs"
+    nodes.clear()
+    (tmp_path / "other").mkdir()
+    other = Epochs(Files(tmp_path / "other"))
+    other.acquire(run.run).release()
+    assert not await shares_gpus(other.acquire(run.run)), "of another store, with no GPU"
 
 
 class Engine:

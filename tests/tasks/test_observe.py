@@ -7,6 +7,7 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -42,7 +43,8 @@ seen = []
 
 def rollout(rollout_id, args, samples, extra_metrics, rollout_time):
     rewards = [s.reward for s in samples]
-    seen.append((rollout_id, args.n_samples_per_prompt, rewards, extra_metrics, rollout_time))
+    number = args.n_samples_per_prompt
+    seen.append((rollout_id, number, rewards, extra_metrics, rollout_time, args.colocate))
     return rollout_id == 1
 
 
@@ -82,7 +84,9 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
             "custom_eval_rollout_log_function_path": evaluation,
         }
         run = config(observe={key: f"{tmp_path}/mine.py:{name}" for key, name in paths.items()})
-        no_actors: Any = None
+        # `colocate: auto` of the run, and the decision of the actors.
+        shared = run.resources.model_copy(update={"colocate": True})
+        actors: Any = SimpleNamespace(config=run.model_copy(update={"resources": shared}))
         files = Files(tmp_path / "store")
         stream = io.StringIO()
         ctx = RunContext(
@@ -90,7 +94,7 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watching:
             tmp_path / "home",
             "/m",
             files,
-            no_actors,
+            actors,
             Progress("run", 3, stream=stream),
             Epochs(files).acquire("run"),
         )
@@ -159,8 +163,8 @@ async def test_user_log_functions_get_slime_arguments_and_replace_the_sinks(
     seen = vars(
         sys.modules[load_hook(ctx.config.observe.custom_rollout_log_function_path or "").__module__]
     )["seen"]
-    assert [(one[0], one[1], one[2], one[4]) for one in seen[:2]] == [
-        (k, 2, [0.0, 1.0], 2.0) for k in range(2)
+    assert [(one[0], one[1], one[2], *one[4:]) for one in seen[:2]] == [
+        (k, 2, [0.0, 1.0], 2.0, True) for k in range(2)
     ]
     assert seen[0][3] == {
         "rollout/raw_reward": 0.5,

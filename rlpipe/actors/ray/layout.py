@@ -33,7 +33,7 @@ def placed(config: RunConfig, node_gpus: Sequence[int]) -> Placed:
 
     Trainer and engines get separate GPUs if the cluster has enough. Otherwise they share GPUs, if
     the configuration allows that and those suffice. GPUs in use by others count, so that a run and
-    its resume decide the same.
+    its resume decide the same; so do all processes of one epoch (`cluster_gpus`).
     """
     resources = config.resources
     if resources.colocate != "auto":
