@@ -25,14 +25,9 @@ from rlpipe.slime.args import FLAGS, LOSS_TYPES
 from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.differences import fixed_differences, scores_at_two_temperatures
 from rlpipe.slime.evaluation_flags import datasets
-from rlpipe.slime.model_flags import (
-    iterations_done,
-    model_source,
-    other_prompts,
-    prediction_layers,
-    prompt_position,
-)
+from rlpipe.slime.model_flags import iterations_done, model_source, prediction_layers
 from rlpipe.slime.reward_flags import DISTILLATION, reward_function
+from rlpipe.slime.saved_state import other_prompts, prompt_position
 from rlpipe.slime.server_groups import engine_layout, layout_difference
 from rlpipe.system.megatron_weights import is_megatron_checkpoint
 

@@ -3,7 +3,7 @@
     model_source(values)               `--hf-checkpoint`, `--ref-load`, `--load`, `--critic-load`
     prediction_layers(values)          `--enable-mtp-training`
     iterations_done(values)            iterations that were trained before (`--load`)
-    prompt_position(values)            slime's position in the prompts (`--load`)
+    continued_folder(values)           the checkpoint in `--load` that the run continues
     check_model(values, directory)     compare Megatron's model flags with config.json
 
 slime reads the architecture from --hf-checkpoint. First weights come from --load if that folder has
@@ -22,8 +22,6 @@ from typing import Any
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
-from rlpipe.slime.saved_state import ORDER, changed_prompts
-from rlpipe.slime.saved_state import prompt_position as stored_position
 from rlpipe.system.megatron_weights import find_checkpoint, is_megatron_checkpoint
 
 Values = Mapping[str, Any]
@@ -109,42 +107,7 @@ def iterations_done(values: Values) -> int:
     return (iteration if of_critic is None else of_critic) + 1
 
 
-def prompt_position(values: Values) -> Keys:
-    """Return the key of slime's position in the prompts; {} if the run begins with all prompts.
-
-    The position follows the last iteration of slime, which also can be chosen by
-    --start-rollout-id. Raises: ConfigError if prompts have another order than in slime's run.
-    """
-    if "prompt_data" not in values or iterations_done(values) == 0:
-        return {}
-    folder = _checkpoint_folder(values)
-    position = folder and stored_position(folder, iterations_done(values) - 1)
-    if not folder or not position:
-        return {}
-    changed = {
-        name: pair for name, pair in changed_prompts(folder, values).items() if name in ORDER
-    }
-    if changed:
-        options = ", ".join(
-            f"{FLAGS[name].option} was {old}, now {new}" for name, (old, new) in changed.items()
-        )
-        raise ConfigError(
-            "slime's position in the prompts belongs to another order of prompts",
-            where=f"--load {values['load']}",
-            found=options,
-            expected="the values of slime's run",
-            do="give the former values; or begin with all prompts: data.slime_position=null",
-        )
-    return {"data.slime_position": position}
-
-
-def other_prompts(values: Values) -> tuple[str, str] | None:
-    """Return the prompt files of slime's run and of this one if they have other paths."""
-    folder = _checkpoint_folder(values)
-    return changed_prompts(folder, values).get("prompt_data") if folder else None
-
-
-def _checkpoint_folder(values: Values) -> Path | None:
+def continued_folder(values: Values) -> Path | None:
     """Return the folder of the checkpoint in --load that the run continues; None without one."""
     if values.get("finetune") or _loaded_iteration(values) is None:
         return None

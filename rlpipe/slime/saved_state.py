@@ -1,10 +1,10 @@
-"""Read a run's position in the prompts and its arguments from a checkpoint of slime.
+"""Continue the prompts of slime's run: read its position and arguments from its checkpoint.
 
-    prompt_position(folder, iteration)    keys of `data.slime_position`; None if nothing is stored
-    changed_prompts(folder, values)       flags that choose prompts, with another value than stored
+    prompt_position(values)    slime's position in the prompts (`--load`)
+    other_prompts(values)      prompt files, if slime's run had others
 
-The files are torch's archives of pickled objects. They are read without torch and without a call of
-anything that they name: every class and function becomes an `_Inert`.
+The files are torch's archives of pickled objects. They are read without torch. No class or function
+that a file names is called: each becomes an `_Inert`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from __future__ import annotations
 import pickle
 import zipfile
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS
+from rlpipe.slime.model_flags import Keys, Values, continued_folder, iterations_done
 
 ORDER = ("rollout_seed", "rollout_shuffle", "rollout_max_prompt_len")
 """Flags that decide the order of prompts."""
 
 
 class _Inert:
-    """Stands for any object that is no number, text or container. It accepts everything."""
+    """Stand-in for any object other than a number, text or container. It accepts every call."""
 
     def __new__(cls, *_arguments: Any, **_keywords: Any) -> _Inert:
         return super().__new__(cls)
@@ -47,7 +47,7 @@ class _SafeUnpickler(pickle.Unpickler):
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)
-        # A class of this file alone: a pickle can set attributes of a class that it names.
+        # One class for each file, because a pickle can set attributes of a class that it names.
         self._namespace = type("Namespace", (Namespace,), {})
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -56,6 +56,41 @@ class _SafeUnpickler(pickle.Unpickler):
 
     def persistent_load(self, _pid: Any) -> Any:
         return _Inert()
+
+
+def prompt_position(values: Values) -> Keys:
+    """Return the key of slime's position in the prompts; {} if the run begins with all prompts.
+
+    The position is that after slime's last iteration, or after the one before --start-rollout-id.
+    Raises: ConfigError if prompts have another order than in slime's run.
+    """
+    if "prompt_data" not in values or iterations_done(values) == 0:
+        return {}
+    folder = continued_folder(values)
+    position = folder and stored_position(folder, iterations_done(values) - 1)
+    if not folder or not position:
+        return {}
+    changed = {
+        name: pair for name, pair in _changed_prompts(folder, values).items() if name in ORDER
+    }
+    if changed:
+        options = ", ".join(
+            f"{FLAGS[name].option} was {old}, now {new}" for name, (old, new) in changed.items()
+        )
+        raise ConfigError(
+            "slime's position in the prompts belongs to another order of prompts",
+            where=f"--load {values['load']}",
+            found=options,
+            expected="the values of slime's run",
+            do="give the former values; or begin with all prompts: data.slime_position=null",
+        )
+    return {"data.slime_position": position}
+
+
+def other_prompts(values: Values) -> tuple[str, str] | None:
+    """Return the prompt files of slime's run and of this one; None if their paths are equal."""
+    folder = continued_folder(values)
+    return _changed_prompts(folder, values).get("prompt_data") if folder else None
 
 
 def read_objects(path: Path) -> Any:
@@ -78,7 +113,7 @@ def read_objects(path: Path) -> Any:
         ) from error
 
 
-def prompt_position(folder: Path, iteration: int) -> dict[str, Any] | None:
+def stored_position(folder: Path, iteration: int) -> dict[str, Any] | None:
     """Return the position in the prompts after an iteration.
 
     `folder`: a checkpoint such as iter_0000099. slime writes positions into the folder `rollout` of
@@ -106,7 +141,7 @@ def prompt_position(folder: Path, iteration: int) -> dict[str, Any] | None:
     )
 
 
-def changed_prompts(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _changed_prompts(folder: Path, values: Values) -> dict[str, tuple[Any, Any]]:
     """Return flag → (stored value, value here) of flags that choose prompts and their order.
 
     `values`: the flags of the command line. A flag that the checkpoint does not have is left out.

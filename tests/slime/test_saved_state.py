@@ -13,7 +13,7 @@ import torch
 from rlpipe.errors import ConfigError
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import differences
-from rlpipe.slime.saved_state import prompt_position, read_objects
+from rlpipe.slime.saved_state import read_objects, stored_position
 from tests.slime.test_flag_keys import keys, refused
 from tests.slime.test_model_flags import slime_folder
 
@@ -113,7 +113,7 @@ def test_a_position_without_numbers_is_refused(tmp_path: Path, state: Any):
     (tmp_path / "rollout").mkdir()
     torch.save(state, tmp_path / "rollout" / "global_dataset_state_dict_4.pt")
     with pytest.raises(ConfigError, match="not a position"):
-        prompt_position(tmp_path / "iter_0000004", 4)
+        stored_position(tmp_path / "iter_0000004", 4)
 
 
 def test_a_file_cannot_change_a_class(tmp_path: Path):
