@@ -1,4 +1,4 @@
-"""Tell a Cancel in Prefect's pages from other ends of a flow run.
+"""Detect a Cancel of the flow run in Prefect's pages.
 
 Prefect calls a flow run or task whose asyncio task was cancelled Crashed, also after a Cancel. Code
 that catches `CancelledError` asks `is_being_cancelled` and returns the state `Cancelled` instead.
@@ -33,7 +33,7 @@ async def is_being_cancelled() -> bool:
     try:
         async with asyncio.timeout(QUERY_TIMEOUT_S), get_client() as client:
             states = [(await client.read_flow_run(UUID(run))).state for run in flow_runs]
-    # Not cancelled, as far as is known: the grace period applies.
+    # Without an answer the flow run counts as not cancelled, and the grace period applies.
     except (TimeoutError, httpx.HTTPError):
         return False
     return any(

@@ -79,7 +79,7 @@ def _check(
 
 
 def _longer_than(rows: Sequence[PromptRow], limit: int, file: Path) -> list[PromptRow]:
-    """Return the rows that have more tokens than the limit, without those of a chat template."""
+    """Return the rows with more tokens than the limit. Tokens of a chat template do not count."""
     # A token has at least one byte of the text.
     rows = [row for row in rows if len(_text(row).encode()) > limit]
     if not rows or not file.is_file():

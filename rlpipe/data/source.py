@@ -266,9 +266,9 @@ class DataSource:
 
     @cached_property
     def _slime_start(self) -> tuple[int, int]:
-        """Epoch of slime that this run begins in, and the prompts of it that slime has drawn.
+        """slime's epoch in which this run begins, and how many of its prompts slime has drawn.
 
-        Raises: DataError if the position is not one of these rows.
+        Raises: DataError if the position does not fit the rows of data.prompts.
         """
         position = self._data.slime_position
         assert position is not None
@@ -276,7 +276,7 @@ class DataSource:
         drawn = position.epoch * rows + position.offset
         if position.offset > rows or position.draws not in (None, drawn):
             raise DataError(
-                "slime's position is one of other prompts",
+                "slime's position belongs to other prompts",
                 where="data.slime_position",
                 found=f"{position.draws or position.offset} prompts drawn, {position.offset} of "
                 f"them in epoch {position.epoch}; {rows} rows in data.prompts",
@@ -289,7 +289,7 @@ class DataSource:
 
     @cached_property
     def _slime_rows(self) -> Sequence[int]:
-        """Numbers of the rows that slime draws: its only limit is that of prompts."""
+        """Numbers of the rows that slime draws. slime limits the length of prompts only."""
         context = self._rollout.rollout_max_context_len
         limit = self._data.rollout_max_prompt_len or (context - 1 if context else None)
         if limit is None or self._data.overlong_prompts != "drop":

@@ -43,7 +43,7 @@ VALUES_WIDTH = 40
 GAP = 2
 """Columns between two values."""
 SMALLEST_REST_S = 0.1
-"""Time between the stages of an iteration that its line shows."""
+"""Shortest time between stages that the line of an iteration shows."""
 
 
 @dataclass(slots=True)
@@ -214,7 +214,7 @@ class Progress:
     ) -> None:
         """End an iteration with these values.
 
-        The plain line has also the seconds by stage and the time left. `work_s`: seconds by stage
+        The plain line also has the seconds by stage and the time left. `work_s`: seconds by stage
         of an iteration that another process ran; None: those of this process.
         """
         seconds: dict[str, float] = {}
@@ -236,7 +236,7 @@ class Progress:
             self._screen.say(self._last_line)
 
     def explain(self, text: str) -> None:
-        """Print a line of text that belongs to the values of the iterations: not if quiet."""
+        """Print a line that explains values of the iterations. A quiet run prints none."""
         if not self._screen.quiet:
             self._screen.say(text)
 
@@ -260,7 +260,7 @@ class Progress:
         line.append(f"  {duration(now - self._last_end)}")
         if seconds:
             rest = now - self._last_end - sum(seconds.values())
-            # Stages of several iterations overlap: then there is no such rest.
+            # Stages of overlapping iterations leave no such rest.
             timed = {**seconds, "between stages": rest} if rest >= SMALLEST_REST_S else seconds
             stages = " ".join(f"{name} {spent:.1f}" for name, spent in timed.items())
             line.append(f" ({stages})", style="dim")

@@ -195,8 +195,8 @@ def waiting_for(name: str) -> Iterator[None]:
     """Show that the process waits for `name`, since when, and how long it took the last time.
 
     Several waits may run at once, in any thread. A wait that ends without an error is the last one
-    of its name. One below PLAIN_AFTER_S does not replace a longer one: it found processes of an
-    earlier run, and the next start may find none.
+    of its name. A wait below PLAIN_AFTER_S does not replace a longer wait: that start used
+    processes of an earlier run, and the next start may have to start its own.
     """
     # rlpipe.config.load imports all settings, which a screen alone does not need.
     from rlpipe.config.load import home

@@ -2,11 +2,11 @@
 
     pause → flush → begin → load → end → check the stamp → resume
 
-The steps before the load are one request to an engine of ours, and so are those after it
-(`engines.sglang.push_routes`). `run_session` opens a `Session` and runs the push in it. Every step
-runs on all engines at once. An engine that fails a step leaves the session paused, with unknown
-weights, and `PushReport.unknown` gives the reason. The fleet then replaces it. Other engines sample
-with the new weights.
+An engine that the run started gets one request for the steps before the load, and one for those
+after it (`engines.sglang.push_routes`). `run_session` opens a `Session` and runs the push in it.
+Every step runs on all engines at once. An engine that fails a step leaves the session paused, with
+unknown weights, and `PushReport.unknown` gives the reason. The fleet then replaces it. Other
+engines sample with the new weights.
 """
 
 from __future__ import annotations

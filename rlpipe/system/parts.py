@@ -1,4 +1,4 @@
-"""`Parts`: seconds of the parts of a piece of work, for records that say where its time went."""
+"""`Parts`: measure the seconds of each part of a stage, for its record."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class Parts:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start_s
 
     def inside(self, name: str, seconds: Mapping[str, float]) -> None:
-        """Take over parts that another process measured inside the part `name`."""
+        """Add parts that another process measured inside the part `name`."""
         self.seconds.update({f"{name}/{part}": part_s for part, part_s in seconds.items()})

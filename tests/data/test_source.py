@@ -181,7 +181,7 @@ def test_rows_that_only_this_run_drops_keep_slimes_order():
 @pytest.mark.parametrize("position", [{"offset": 5}, {"offset": 1, "draws": 6}])
 def test_a_position_of_slime_in_other_prompts_is_refused(position):
     source = continued_from_slime(SlimePosition(epoch=1, **position), [1] * 4, 2)
-    with pytest.raises(DataError, match="one of other prompts"):
+    with pytest.raises(DataError, match="belongs to other prompts"):
         source.check()
 
 

@@ -8,9 +8,9 @@ def score(sample) -> float:
     column `metadata`, if any).
     """
     response = sample.response.strip()
-    # Only differences within a prompt's samples teach. If right answers are too rare for that, pay
-    # a part for progress towards the answer:
+    # Only differences within a prompt's samples teach. If right answers are too rare for that, give
+    # a partial reward for progress towards the answer:
     #     return max(0.0, 0.5 - abs(int(response) - int(sample.label)) / 10)   # for a wrong digit
-    # Do not pay for form alone (0.2 for any digit): the policy then collapses to one form, all
+    # Do not reward form alone (0.2 for any digit): the policy then collapses to one form, all
     # samples of a prompt have the same reward, and training stops.
     return float(response == sample.label)

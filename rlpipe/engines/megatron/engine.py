@@ -324,7 +324,7 @@ class MegatronEngine(MegatronRank):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the `score` of policy and reference, from one packing of the batch.
 
-        The numbers are those of two calls. Raises: as `score`.
+        Equal to two calls of `score`. Raises: as `score`.
         """
         packed = packed_for(self.trained, batch, max_tokens or self.max_tokens)
 

@@ -56,9 +56,9 @@ NO_BLAS_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy starts BLAS threads when it is imported. torch has its own threads, and a server with
 threads cannot fork (`cpu_launch`)."""
 COMPILE = "TORCHDYNAMO_DISABLE"
-"""Turns torch.compile off, also in functions that SGLang always compiles, such as the routing of
-GLM-4.5. On CPUs the first request waited for the C++ compiler (over 60 s on a busy machine, where
-health checks ended the engine; without it 0.8 s)."""
+"""Variable that disables torch.compile, also in functions that SGLang always compiles, such as the
+routing of GLM-4.5. On CPUs the first request waited for the C++ compiler: over 60 s on a busy
+machine, where health checks ended the engine, instead of 0.8 s."""
 SLEEP_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",

@@ -9,8 +9,8 @@
 checks every changed tensor. If the chain is broken or a check fails, it starts from the full
 version. The caller makes sure that no engine loads the files meanwhile.
 
-Files are not written through to the disk, which takes longer than everything else: engines read
-them from memory. After another boot of the machine they therefore count as absent.
+Files are not synced to the disk, because that takes longer than the rest of a push and engines
+read them from memory. So they count as absent after another boot of the machine.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class _MappedTensors:
 
 
 def _boot() -> str:
-    """Return the identity of this boot of the machine; "" where the system does not tell it."""
+    """Return the id of this boot of the machine; "" if the system has none."""
     return BOOT.read_text().strip() if BOOT.exists() else ""
 
 
