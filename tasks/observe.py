@@ -49,8 +49,8 @@ HEAD = "commit_sha256"
 """Name of the newest commit's digest in TensorBoard and W&B (`tools.audit verify --head`)."""
 LOGPROB_DIFFERENCE = "Δlogp"
 LOGPROB_LEGEND = (
-    "Δlogp is how far the log-probs of engines and trainer differ, in nats: the mean that a push "
-    "measures, with its limit; max Δlogp is the largest of one token"
+    "Δlogp is the mean difference of the log-probs of engines and trainer that a push measures, in "
+    "nats, with its limit; max Δlogp is the largest difference of one token"
 )
 NO_SIGNAL_SHARE = 0.8
 NO_SIGNAL_ITERATIONS = 5
@@ -123,13 +123,13 @@ class Observer:
             await self.report()
 
     def _explain(self, values: Mapping[str, Any]) -> None:
-        """Print once per process what the values of a line mean that have no plain name."""
+        """Print an explanation of Δlogp, once per process."""
         if not self._explained and LOGPROB_DIFFERENCE in values:
             self._ctx.progress.explain(f"{self._ctx.config.run}: {LOGPROB_LEGEND}")
             self._explained = True
 
     def _warn_without_signal(self, metrics: Mapping[str, float]) -> None:
-        """Print once per process that most groups of consecutive iterations have equal rewards."""
+        """Warn once per process if most groups of consecutive iterations have equal rewards."""
         config = self._ctx.config
         share = metrics.get("rollout/zero_std_fraction", 0.0)
         if (
@@ -143,7 +143,7 @@ class Observer:
             mean = "" if reward is None else f" (mean reward {reward:.3g})"
             self._ctx.progress.say(
                 f"{config.run}: {share:.0%} of the groups have equal rewards{mean}, for "
-                f"{NO_SIGNAL_ITERATIONS} iterations at least {NO_SIGNAL_SHARE:.0%}: they teach "
+                f"{NO_SIGNAL_ITERATIONS} iterations at least {NO_SIGNAL_SHARE:.0%}: they train "
                 "nothing. If the task is not learned: use prompts of another difficulty, a reward "
                 "with more values, more n_samples_per_prompt or a higher temperature; "
                 "rlpipe rollouts shows the samples"
@@ -320,7 +320,7 @@ def terminal_values(
 
 
 def _loss(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the loss, or the entropy where the loss says nothing.
+    """Return the loss, or the entropy if the loss is 0 by construction.
 
     Advantages that are relative to the group add up to 0. With the ratio near 1, so does the policy
     loss, whatever the policy learns.

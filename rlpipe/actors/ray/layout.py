@@ -25,7 +25,7 @@ class Placed(NamedTuple):
 
     config: RunConfig
     line: str | None
-    """The decision, for people; None if there was none to take."""
+    """Text of the decision; None if nothing was decided."""
 
 
 def placed(config: RunConfig, node_gpus: Sequence[int]) -> Placed:
@@ -38,7 +38,7 @@ def placed(config: RunConfig, node_gpus: Sequence[int]) -> Placed:
     resources = config.resources
     if resources.colocate != "auto":
         return Placed(config, None)
-    # Keys that only shared GPUs have.
+    # Without the keys that need shared GPUs.
     alone = {"colocate": False, "offload_train": None, "offload_rollout": None}
     separate = _with_resources(config, {**resources.model_dump(), **alone})
     total = sum(node_gpus)

@@ -62,7 +62,7 @@ _started_here = threading.Event()
 _connecting = threading.Lock()
 """Held while a thread of this process starts, joins or leaves a Ray as a driver."""
 _begun: Future[None] = Future()
-"""Done unless a start that `begin_connecting` began, or what follows it, is not over."""
+"""Not done while a start of `begin_connecting`, or its `then`, runs."""
 _begun.set_result(None)
 
 
@@ -348,11 +348,11 @@ def _install_sigterm_handler(handler: Any) -> None:
 def disconnect() -> None:
     """Leave the cluster. A local Ray ends.
 
-    What follows a begun start may still read a store that does not answer: nothing waits for it.
+    Do not wait for `then` of `begin_connecting`: it may read a store that does not answer.
     """
     with _connecting:
         if not _begun.done():
-            # Its first call would start a Ray that nobody ends.
+            # The first call of Ray in `then` would start a Ray that no process ends.
             os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         _disconnect()
 

@@ -84,7 +84,7 @@ class Engine:
         self.deadline_s = deadline_s
         self._http = httpx.AsyncClient(timeout=None, verify=certificates())
         self._client = uuid4().hex
-        """Name by which a server of ours knows who opened an update."""
+        """Id that tells a server of the run which `Engine` opened an update."""
 
     async def __aenter__(self) -> Engine:
         return self

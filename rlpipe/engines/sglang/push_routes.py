@@ -27,7 +27,7 @@ OPEN = "/rlpipe/open_update"
 CLOSE = "/rlpipe/close_update"
 POLL_S = 0.01
 Gone = Callable[[], Awaitable[bool]]
-"""True if the client of a request waits for its answer no more."""
+"""True if the client of a request no longer waits for its answer."""
 ABORT_S = 5.0
 """Wait for aborted requests. Later SGLang's own pause waits for them."""
 
