@@ -19,6 +19,7 @@ from rlpipe.store.plans import Plans
 from rlpipe.store.receipts import node_receipt_path
 from rlpipe.store.segments import Segments
 from rlpipe.types import Stage
+from tests.store.audit.test_unexpected_files import OpenRun, late
 from tests.store.lineage import Run, collect, group, make_node
 
 
@@ -98,6 +99,15 @@ def test_finished_groups_of_an_active_rollout_stay(local_files: Files):
     assert [groups for _, groups in adopt(local_files, Plans.groups_prefix(digest))] == [
         ["run:00000006"]
     ]
+
+
+def test_groups_that_finish_after_their_rollout_stay_for_the_next_one(local_files: Files):
+    commit = OpenRun(local_files).start().iterate()
+    assert commit is not None
+    [waiting] = commit.data.buffer
+    writer = ShardWriter(local_files, Plans.groups_prefix(waiting.plan), commit.iteration)
+    writer.write([late(waiting.group_id)])
+    assert unreachable(local_files, grace_s=-60) == []
 
 
 def test_all_parts_and_cut_groups_of_a_plan_stay_while_its_iteration_is_open(
