@@ -73,6 +73,12 @@ def test_a_commit_awaits_a_due_checkpoint_and_looks_once_for_any_other(
     )
 
 
+def test_checkpoints_of_a_run_that_continues_slime_are_due_at_slimes_numbers(ctx: RunContext):
+    assert [k for k in range(9) if checkpoint.checkpoint_due(ctx, k)] == [1, 3, 5, 7, 8]
+    ctx.config = ctx.config.model_copy(update={"start_rollout_id": 3})
+    assert [k for k in range(9) if checkpoint.checkpoint_due(ctx, k)] == [0, 2, 4, 6, 8]
+
+
 def test_a_commit_is_signed_with_the_key_of_the_environment(
     ctx: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
