@@ -242,6 +242,7 @@ def test_a_run_that_stop_when_ended_says_so(tmp_path: Path):
     assert run.reader().read().status == "ended by stop_when after 1 of 10 iterations"
     # Only the newest weights count: the run continued with another condition.
     run.iterate(1)
+    assert run.reader().read().status == "2 of 10 iterations"
     run.evaluate(0.25, metrics={"eval/held/accuracy": 0.25})
     assert run.reader().read().status == "2 of 10 iterations"
 
