@@ -14,6 +14,7 @@ from rlpipe.lineage.source_weights import (
     WeightSource,
     check_shapes,
     decisive_digests,
+    prompts_record,
     source_record,
     weight_sources,
 )
@@ -67,6 +68,22 @@ def test_only_models_that_the_run_uses_are_sources():
     )
     critic = WeightSource("critic.megatron_checkpoint", "/critic", None, "/reward")
     assert weight_sources(ppo) == {"critic": critic}
+
+
+def test_slimes_position_in_the_prompts_is_recorded_with_its_file(tmp_path: Path):
+    assert prompts_record(configured(), tmp_path) == {}
+    file = tmp_path / "global_dataset_state_dict_4.pt"
+    position = {"epoch": 2, "offset": 3, "file": str(file)}
+    config = configured(data={**BASE["data"], "slime_position": position})
+    lost = prompts_record(config, tmp_path)["prompts"]
+    assert lost == {"path": str(file), "epoch": 2, "offset": 3, "sha256": None}
+    digests = []
+    for content in (b"1", b"22"):
+        file.write_bytes(content)
+        digests.append(prompts_record(config, tmp_path)["prompts"]["sha256"])
+    assert None not in digests and digests[0] != digests[1]
+    # Another file with the same position gives the same prompts.
+    assert decisive_digests(config, {}) == {"prompts": "epoch 2, offset 3"}
 
 
 def test_a_record_has_the_digest_of_the_iteration_alone(tmp_path: Path):
