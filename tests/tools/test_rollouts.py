@@ -25,6 +25,8 @@ from tools import rollouts
 
 Tool = Callable[..., int]
 
+MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1 ="}]
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
@@ -37,7 +39,7 @@ def home(tmp_path: Path) -> Path:
     Run(files, "begun").start()
     samples = [*group("sampled:0"), *group("sampled:1")]
     for sample in samples:
-        sample.prompt = [{"role": "user", "content": "1 + 1 ="}]
+        sample.prompt = MESSAGES
         sample.label = "2" if sample.group_id == "sampled:0" else None
     inputs = Inputs(Stage.ROLLOUT, {}, {"run": "sampled"})
     record = write_table(
@@ -98,7 +100,7 @@ def test_whole_rows_of_chosen_iterations_are_exported(tool: Tool, home: Path):
     assert tool("--run", "sampled", "--iterations", ":", "--out", f"{home}/rows.jsonl") == 0
     rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 4
-    assert rows[0]["prompt"] == [{"role": "user", "content": "1 + 1 ="}]
+    assert rows[0]["prompt"] == MESSAGES
     assert (rows[0]["reward"], rows[0]["reward_parts"], rows[0]["accepted"]) == (
         0.5,
         {"format": 1.0},
