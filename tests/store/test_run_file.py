@@ -10,7 +10,15 @@ import pytest
 
 from flows.derived_runs import write_recipe
 from rlpipe.errors import ConfigError, ObjectCorrupt
-from rlpipe.store.run_file import RunFile, find_run, get_run, run_path, store_of, write_run
+from rlpipe.store.run_file import (
+    RunFile,
+    find_run,
+    get_run,
+    run_path,
+    store_of,
+    stores_of,
+    write_run,
+)
 
 DAMAGED = [
     "",
@@ -35,6 +43,19 @@ def test_a_run_file_is_read_back_and_the_default_is_the_store_of_the_home(tmp_pa
     assert find_run(tmp_path, "run") == get_run(tmp_path, "run") == run_file
     assert store_of(tmp_path, "run") == run_file.store
     assert list((tmp_path / "run").iterdir()) == [run_path(tmp_path, "run")]
+
+
+def test_the_stores_of_a_home_are_its_own_and_those_of_its_runs(tmp_path: Path):
+    own = tmp_path / "store"
+    assert stores_of(tmp_path) == [str(own)]
+    for name in ("a", "b"):
+        write_run(tmp_path, name, RunFile(store=str(tmp_path / "shared"), config={}))
+    assert stores_of(tmp_path) == [str(tmp_path / "shared")]
+    own.mkdir()
+    write_run(tmp_path, "c", RunFile(store=own.as_uri(), config={}))
+    assert len(stores_of(tmp_path)) == 2, "the store of the home has two names"
+    run_path(tmp_path, "c").unlink()
+    assert stores_of(tmp_path) == [str(own), str(tmp_path / "shared")]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
