@@ -15,7 +15,13 @@ import pytest
 from rlpipe.config.model import EngineConfig, HuggingFaceModel, MadeModel, ModelConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import ConfigError, HookError
-from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory, model_fingerprint
+from rlpipe.model_dir import (
+    check_context_len,
+    check_stop_ids,
+    model_directory,
+    model_directory_if_present,
+    model_fingerprint,
+)
 
 MAKER = """\
 import os
@@ -89,6 +95,24 @@ def test_a_model_is_made_once_and_kept_under_home(maker: Path, tmp_path: Path):
     assert make_model(maker, home, seed=3, size=2) == first
     assert count_made(home) == 1
     assert [path.name for path in (home / "models").iterdir()] == [first.name]
+
+
+def test_a_directory_that_must_be_made_or_converted_first_is_not_present(
+    maker: Path, tmp_path: Path
+):
+    def present(source: MadeModel | HuggingFaceModel) -> str | None:
+        return model_directory_if_present(ModelConfig(source=source), tmp_path / "home", seed=0)
+
+    source = MadeModel(type="made", maker=f"{maker}:make")
+    assert present(source) is None
+    made = make_model(maker, tmp_path / "home")
+    assert present(source) == str(made)
+    given = {"type": "huggingface", "hf_checkpoint": str(made)}
+    assert present(HuggingFaceModel.model_validate(given)) == str(made)
+    converted = {**given, "megatron_checkpoint": "/slime"}
+    assert present(HuggingFaceModel.model_validate(converted)) is None
+    absent = {**given, "hf_checkpoint": "owner/name"}
+    assert present(HuggingFaceModel.model_validate(absent)) is None
 
 
 def test_another_seed_argument_function_or_source_makes_another_model(maker: Path, tmp_path: Path):
