@@ -461,6 +461,15 @@ def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
     return made
 
 
+def test_packages_of_ray_and_prefect_are_imported_before_two_threads_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    imported: list[str] = []
+    monkeypatch.setattr(train, "import_module", imported.append)
+    train.import_clients()
+    assert {"pydantic.v1", "starlette.datastructures"} < set(imported)
+
+
 @pytest.mark.parametrize(
     ("ends", "code", "printed"),
     [
