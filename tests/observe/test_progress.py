@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rlpipe.observe.progress import Progress, sparkline, value_text
-from rlpipe.observe.terminal import duration
+from rlpipe.observe.terminal import Screen, duration
 
 
 class Clock:
@@ -58,6 +58,14 @@ def test_the_time_left_is_an_upper_bound_if_the_run_may_end_early():
         progress.iteration({})
         assert block(progress)[0].endswith("at most 6.0 s left")
     assert stream.getvalue().strip() == "spell 1/3  3.0 s  at most 6.0 s left"
+
+
+def test_an_explanation_of_values_is_left_out_with_the_lines_of_iterations():
+    for quiet in (False, True):
+        stream = io.StringIO()
+        with Screen(quiet=quiet, stream=stream), Progress("spell", 1) as progress:
+            progress.explain("what a value means")
+        assert ("what a value means" in stream.getvalue()) is not quiet
 
 
 def test_the_time_between_stages_is_named():
