@@ -24,6 +24,8 @@ from tasks import ordering
 from tasks.context import RunContext
 from tasks.ordering import (
     commit_before_sampling,
+    evaluates_concurrently,
+    evaluation_due,
     most_ahead,
     wait_to_push,
     wait_to_sample,
@@ -191,6 +193,24 @@ async def test_a_run_that_meets_its_stop_condition_stops_training(opened: Opened
     waiting = asyncio.create_task(wait_to_train("run", 1))
     assert await is_waiting(waiting)
     waiting.cancel()
+
+
+def test_evaluations_of_a_run_that_continues_slime_are_due_at_slimes_numbers():
+    held = {"name": "held", "prompts": {"type": "file", "paths": ["b.jsonl"]}}
+    evaluation = {"eval_interval": 5, "datasets": [held]}
+    run = config(num_rollout=9, start_rollout_id=3, evaluation=evaluation)
+    assert [version for version in range(1, 10) if evaluation_due(run, version)] == [2, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("shares_gpus", "concurrent"), [(False, [True, True, False]), (True, [False] * 3)]
+)
+def test_evaluations_run_during_an_iteration_only_on_gpus_of_their_own(
+    opened: Opened, shares_gpus: bool, concurrent: list[bool]
+):
+    ctx = opened(measured=True, num_rollout=3)
+    ctx.cluster.shares_gpus = shares_gpus
+    assert [evaluates_concurrently(ctx, version) for version in (1, 2, 3)] == concurrent
 
 
 @pytest.mark.parametrize(
