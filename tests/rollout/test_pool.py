@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -108,24 +109,27 @@ async def test_an_error_at_the_end_of_servers_is_logged(caplog: pytest.LogCaptur
     assert "servers of a rollout did not stop" in caplog.text and "port in use" in caplog.text
 
 
-class _FailingRows(MemoryRows):
-    """Rows of a store that fails for some writes."""
+class _Rows(MemoryRows):
+    """Rows of a store that fails for some writes, or waits."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int = 0) -> None:
         super().__init__()
         self.failures = failures
+        self.begun = threading.Event()
+        self.answer = threading.Event()
+        self.answer.set()
 
     def write(self, part, groups, *, cut=False):
+        self.begun.set()
+        assert self.answer.wait(10)
         if self.failures:
             self.failures -= 1
             raise StoreError("S3 request failed")
         super().write(part, groups, cut=cut)
 
 
-@pytest.mark.parametrize("failures", [0, 2])
-async def test_groups_that_finish_between_rollouts_are_written_once_the_store_answers(
-    failures: int,
-):
+async def _pool_of_open_groups(kept: _Rows) -> Pool:
+    """Return a pool after a rollout that left both groups open."""
     pool = Pool(2)
     plan = Plan(
         branch="b", iteration=0, groups=(GROUP, OTHER), before=DataState(), after=DataState()
@@ -143,14 +147,37 @@ async def test_groups_that_finish_between_rollouts_are_written_once_the_store_an
         cut_groups=0,
         errors={},
     )
-    kept = _FailingRows(failures)
     pool.leave(result, kept, 0.0)
+    return pool
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+async def test_groups_that_finish_between_rollouts_are_written_once_the_store_answers(
+    failures: int,
+):
+    kept = _Rows(failures)
+    pool = await _pool_of_open_groups(kept)
     async with asyncio.timeout(10):
         while len(kept.samples) < 2:  # noqa: ASYNC110 - rows have no event for a write
             await asyncio.sleep(0.001)
     await pool.stop_writing()
     assert sorted(sample.group_id for sample in kept.samples) == ["b:0", "b:1"]
     assert pool.group_ids == {"b:0", "b:1"}
+
+
+async def test_each_call_that_stops_the_writing_waits_for_the_write_that_has_begun():
+    kept = _Rows()
+    kept.answer.clear()
+    pool = await _pool_of_open_groups(kept)
+    assert await asyncio.to_thread(kept.begun.wait, 10)
+    stopping = []
+    for _ in range(2):
+        stopping.append(asyncio.create_task(pool.stop_writing()))
+        await asyncio.sleep(0.02)
+    assert not any(task.done() for task in stopping)
+    kept.answer.set()
+    await asyncio.gather(*stopping)
+    assert kept.samples
 
 
 async def test_a_rollout_of_a_pool_plans_no_further_groups_once_too_many_have_failed():
