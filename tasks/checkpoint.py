@@ -86,11 +86,12 @@ async def keep_if_held(run: str, *, within_s: float) -> bool:
 
 def checkpoint_due(ctx: RunContext, k: int) -> bool:
     """True every `save_interval` iterations, at each reference refresh, and after the last."""
+    done = ctx.config.start_rollout_id + k + 1
     refresh = ctx.config.ref_update_interval
-    refreshed = refresh is not None and (k + 1) % refresh == 0
+    refreshed = refresh is not None and done % refresh == 0
     return (
         refreshed
-        or (ctx.config.start_rollout_id + k + 1) % ctx.config.checkpoint.save_interval == 0
+        or done % ctx.config.checkpoint.save_interval == 0
         or k + 1 == ctx.config.num_rollout
     )
 

@@ -98,7 +98,12 @@ class RunContext:
     @cached_property
     def lineages(self) -> Lineages:
         """Lineages of the states of the branch."""
-        return Lineages(self.nodes, self.init, ref_update_interval=self.config.ref_update_interval)
+        return Lineages(
+            self.nodes,
+            self.init,
+            ref_update_interval=self.config.ref_update_interval,
+            ref_update_offset=self.config.ref_update_offset,
+        )
 
     @property
     def directory(self) -> Path:

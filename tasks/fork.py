@@ -142,17 +142,21 @@ def check_reference(config: RunConfig, stored: RunConfig, origin: Commit) -> Non
     interval = config.ref_update_interval
     parent_interval = stored.ref_update_interval
     version = origin.iteration + 1
-    if interval is None or interval == parent_interval:
+    offset = config.ref_update_offset
+    same = (interval, offset) == (parent_interval, stored.ref_update_offset)
+    if interval is None or same:
         return
-    # The reference at the fork is the newest multiple of the interval. The parent kept that
-    # version only if it is the forked version itself (or the first weights).
-    if version >= interval and version % interval:
+    # The reference at the fork is that of the newest refresh. The parent kept that version only if
+    # it is the forked version itself (or the first weights).
+    refreshed = (version + offset) // interval * interval - offset
+    if refreshed > 0 and refreshed != version:
         raise ConfigError(
             "the parent did not save the weights that the fork needs as reference",
             where="reference.ref_update_interval",
             found=f"{interval}: the reference would be weight version "
-            f"{version // interval * interval} at a fork from version {version}",
-            expected=f"{parent_interval}, the value of {origin.branch}, or a divisor of {version}",
+            f"{refreshed} at a fork from version {version}",
+            expected=f"{parent_interval}, the value of {origin.branch}, or a divisor of "
+            f"{config.start_rollout_id + version}",
             do="change it, fork from another commit, or use only the weights: model.start_from",
         )
 
@@ -183,6 +187,7 @@ async def materialise(
             checkpoint_timeout_s=stored.checkpoint.timeout_s,
             packages=packages(),
             ref_update_interval=stored.ref_update_interval,
+            ref_update_offset=stored.ref_update_offset,
         )
         held = await trainer_states.restore(state, version=version, epoch=NO_EPOCH)
         if held == state:

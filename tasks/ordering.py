@@ -36,8 +36,9 @@ async def wait_to_sample(run: str, k: int) -> None:
     Raises: as `wait_to_train`.
     """
     ctx = await context(run)
+    config = ctx.config
     before = commit_before_sampling(
-        k, most_ahead(ctx.config), ctx.config.sync.update_weights_interval
+        k, most_ahead(config), config.sync.update_weights_interval, config.start_rollout_id
     )
     await wait_until(ctx, lambda: is_committed(ctx, before), k, f"the commit of iteration {before}")
 
@@ -82,9 +83,9 @@ async def wait_for_evaluation(ctx: RunContext, k: int) -> None:
 def most_ahead(config: RunConfig) -> int:
     """Return the number of weight versions that a rollout may run ahead of training.
 
-    With `selection: first_finished` that is fewer than async_buffer_size allows. Groups that begin
-    with the oldest weights that are allowed would be too old in the next iteration, to which many
-    of them stay open.
+    With `selection: first_finished` the number is smaller than async_buffer_size. Many groups stay
+    open until the next iteration. Those that began with the oldest weights allowed would then be
+    too old.
     """
     if not config.rollout.pooled:
         return config.async_buffer_size
@@ -92,14 +93,22 @@ def most_ahead(config: RunConfig) -> int:
     return min(config.async_buffer_size, max(1, least))
 
 
-def commit_before_sampling(k: int, buffer_size: int, interval: int) -> int:
+def pushed_at_interval(config: RunConfig, version: int) -> bool:
+    """True for every `update_weights_interval`-th version, counted on from slime's."""
+    return (config.start_rollout_id + version) % config.sync.update_weights_interval == 0
+
+
+def commit_before_sampling(k: int, buffer_size: int, interval: int, done: int = 0) -> int:
     """Return the iteration whose commit proves that engines hold weights which iteration k may use.
 
-    Negative: the first weights suffice. Versions divisible by `interval` are pushed. As buffer_size
-    ≥ interval - 1, the result is less than k.
+    Negative: the first weights suffice. Versions that with `done` iterations of slime are divisible
+    by `interval` are pushed. As buffer_size ≥ interval - 1, the result is less than k.
     """
-    # Round k - buffer_size up to the next pushed version v; iteration v - 1 pushed it.
-    return -(-(k - buffer_size) // interval) * interval - 1
+    oldest = k - buffer_size
+    if oldest <= 0:
+        return -1
+    # Round up to the next pushed version v; iteration v - 1 pushed it.
+    return -(-(done + oldest) // interval) * interval - done - 1
 
 
 async def wait_until(ctx: RunContext, reached: Callable[[], bool], k: int, condition: str) -> None:
@@ -180,11 +189,10 @@ def evaluates_concurrently(ctx: RunContext, version: int) -> bool:
     makes training depend on the result.
     """
     config = ctx.config
-    pushed = version % config.sync.update_weights_interval == 0
     return (
         evaluation_due(config, version)
         and 0 < version < config.num_rollout
-        and pushed
+        and pushed_at_interval(config, version)
         and not ctx.cluster.shares_gpus
         and config.stop_when is None
     )

@@ -20,7 +20,7 @@ from rlpipe.sync.probe import BOUNDS, Agreement, probe_metrics
 from rlpipe.system.parts import Parts
 from rlpipe.types import NodeRef, WeightVersion
 from tasks.context import RunContext, context
-from tasks.ordering import commit_before_sampling, is_committed
+from tasks.ordering import commit_before_sampling, is_committed, pushed_at_interval
 from tasks.record import reuse_or_run, stage_task
 from tasks.train import hold
 
@@ -84,9 +84,7 @@ def distinct_machines(machines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def push_due(ctx: RunContext, version: int) -> bool:
     """True for every `update_weights_interval`-th version, and for the last one."""
-    return (
-        version % ctx.config.sync.update_weights_interval == 0 or version == ctx.config.num_rollout
-    )
+    return pushed_at_interval(ctx.config, version) or version == ctx.config.num_rollout
 
 
 async def publish(ctx: RunContext, weights: str, *, version: int, everyone: bool) -> dict[str, Any]:
@@ -143,8 +141,12 @@ async def ensure_weights(ctx: RunContext, k: int) -> None:
     trains nothing (`debug.debug_rollout_only`) samples every rollout with the first weights.
     """
     trained = 0 if ctx.config.debug.debug_rollout_only else k
+    config = ctx.config
     known = commit_before_sampling(
-        trained, ctx.config.async_buffer_size, ctx.config.sync.update_weights_interval
+        trained,
+        config.async_buffer_size,
+        config.sync.update_weights_interval,
+        config.start_rollout_id,
     )
     version, weights = await asyncio.to_thread(_newest_weights, ctx, known)
     await publish(ctx, weights, version=version, everyone=False)

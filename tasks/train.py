@@ -80,6 +80,7 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
         checkpoint_timeout_s=ctx.config.checkpoint.timeout_s,
         packages=packages(),
         ref_update_interval=ctx.config.ref_update_interval,
+        ref_update_offset=ctx.config.ref_update_offset,
     )
     with ctx.progress.running("restore", note=f"restoring weights {state[:12]} from the store"):
         held = await trainer_states.restore(state, version=version, epoch=ctx.epoch.number)

@@ -125,8 +125,8 @@ class RunConfig(Config):
     """Number of iterations. Commits are numbered with eight digits."""
     start_rollout_id: int = Field(default=0, ge=0)
     """Iterations that slime has done before this run. User functions, `checkpoint.save_hf` and the
-    intervals of checkpoints and evaluations count from here. The store and messages count from
-    0."""
+    intervals of checkpoints, evaluations, pushes and refreshes of the reference count on from here.
+    The store and messages count from 0."""
     stop_when: StopCondition | None = Tuning(None)
     """Condition to end earlier; None: no condition."""
     seed: int = 0
@@ -415,6 +415,11 @@ class RunConfig(Config):
     def cluster(self) -> str:
         """Name of the set of actors; runs of one cluster use them one run after another."""
         return self.resources.cluster or self.run
+
+    @property
+    def ref_update_offset(self) -> int:
+        """Iterations of slime since its last refresh of the reference (`start_rollout_id`)."""
+        return self.start_rollout_id % (self.ref_update_interval or 1)
 
     @property
     def ref_update_interval(self) -> int | None:

@@ -246,6 +246,8 @@ def _advantage_settings(config: RunConfig) -> dict[str, Any]:
         settings["teacher"] = config.teacher.identity()
     if config.advantage.reference:
         settings |= _chosen(config.reference, "ref_load", "ref_ckpt_step", "ref_update_interval")
+        if config.ref_update_offset:
+            settings["ref_update_offset"] = config.ref_update_offset
     if config.uses_critic:
         settings |= _chosen(config.critic, "num_critic_only_steps")
     return settings

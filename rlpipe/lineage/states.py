@@ -6,7 +6,8 @@ to the newest checkpoint, with two reads for each train node. `Lineages` remembe
 for a run that publishes every state.
 
 A reference that is refreshed every N iterations is part of the state: weight version v has the
-reference of weight version N ⌊v / N⌋. A checkpoint is a base only if its reference can be loaded as
+reference of weight version N ⌊v / N⌋ (with `offset` iterations before version 0: of
+N ⌊(v + offset) / N⌋ - offset). A checkpoint is a base only if its reference can be loaded as
 well: it is its own reference, the reference is the first weights, or the checkpoint of that version
 exists. Training the later batches again refreshes the reference at the same iterations.
 """
@@ -63,11 +64,17 @@ class Lineage:
 
 
 def lineage_to(
-    nodes: Nodes, state: str, init: str, *, ref_update_interval: int | None = None
+    nodes: Nodes,
+    state: str,
+    init: str,
+    *,
+    ref_update_interval: int | None = None,
+    ref_update_offset: int = 0,
 ) -> Lineage:
     """Return the shortest way to the state of a train, segment or init node.
 
-    `ref_update_interval`: N of the module's docstring; None: the reference is never refreshed.
+    `ref_update_interval`: N of the module's docstring, with its offset; None: the reference is
+    never refreshed.
 
     Raises: ObjectMissing if the chain of train nodes does not lead to a checkpoint or to `init`, or
     passes through another configuration, under which the batches cannot be trained again.
@@ -77,7 +84,9 @@ def lineage_to(
     while current != init:
         checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
         if checkpoint is not None:
-            loadable, reference = _reference_of(nodes, current, init, ref_update_interval)
+            loadable, reference = _reference_of(
+                nodes, current, init, ref_update_interval, ref_update_offset
+            )
             if loadable:
                 return Lineage(
                     Stage.CHECKPOINT,
@@ -107,10 +116,18 @@ class Lineages:
     This saves the walk when a state follows the last one by at most one iteration. Thread-safe.
     """
 
-    def __init__(self, nodes: Nodes, init: str, *, ref_update_interval: int | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        init: str,
+        *,
+        ref_update_interval: int | None = None,
+        ref_update_offset: int = 0,
+    ) -> None:
         self._nodes = nodes
         self._init = init
         self._interval = ref_update_interval
+        self._offset = ref_update_offset
         self._last: Lineage | None = None
         self._lock = threading.Lock()
 
@@ -124,7 +141,11 @@ class Lineages:
             found = self._from_last(state)
             if found is None:
                 found = self._last = lineage_to(
-                    self._nodes, state, self._init, ref_update_interval=self._interval
+                    self._nodes,
+                    state,
+                    self._init,
+                    ref_update_interval=self._interval,
+                    ref_update_offset=self._offset,
                 )
             return found
 
@@ -192,21 +213,21 @@ def weight_version(nodes: Nodes, state: str) -> int:
 
 
 def _reference_of(
-    nodes: Nodes, state: str, init: str, interval: int | None
+    nodes: Nodes, state: str, init: str, interval: int | None, offset: int
 ) -> tuple[bool, Reference | None]:
     """Return whether the reference of a state can be loaded, and the reference if refreshed."""
     if interval is None:
         return True, None
     current = state
     version = weight_version(nodes, state)
-    due = version // interval * interval
-    while due and version > due and current != init:
+    due = (version + offset) // interval * interval - offset
+    while due > 0 and version > due and current != init:
         node = state_node(nodes, current)
         if node.stage is not Stage.TRAIN:  # a segment stands for the train node that it replayed
             node = _train_node(nodes, node.parents["weights"], state)
         current = node.parents["before"]
         version = weight_version(nodes, current)
-    if not due or current == init:
+    if due <= 0 or current == init:
         return True, None
     checkpoint = nodes.find(Stage.CHECKPOINT, checkpoint_inputs(current).digest)
     return checkpoint is not None, Reference(checkpoint.digest, due) if checkpoint else None

@@ -192,10 +192,11 @@ def _needed_checkpoints(files: Files, branches: Branches) -> set[str]:
             }
             needed |= {checkpoint_digest(state) for state in states}
         if interval := (record.config.get("reference") or {}).get("ref_update_interval"):
+            done = int(record.config.get("start_rollout_id") or 0)
             needed |= {
                 node.digest
                 for version, node in _checkpoints(files, branches, branch)
-                if version % int(interval) == 0
+                if (done + version) % int(interval) == 0
             }
     return needed
 

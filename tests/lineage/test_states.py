@@ -188,6 +188,22 @@ def test_a_refreshed_reference_comes_from_the_checkpoint_of_its_version(
     )
 
 
+def test_refreshes_of_the_reference_count_on_from_iterations_of_slime(
+    nodes: Nodes, refreshed: list[str]
+):
+    """After 7 iterations of slime, the weights of versions 2 and 5 are references."""
+
+    def reference(version: int) -> Reference | None:
+        return lineage_to(
+            nodes, refreshed[version], refreshed[0], ref_update_interval=3, ref_update_offset=1
+        ).reference
+
+    saved = {version: save(nodes, refreshed[version]) for version in range(1, 7)}
+    assert reference(1) is None, "the first weights"
+    second, fifth = Reference(saved[2], 2), Reference(saved[5], 5)
+    assert [reference(version) for version in range(2, 7)] == [second] * 3 + [fifth] * 2
+
+
 def test_a_reference_without_checkpoint_is_rebuilt_by_a_longer_replay(
     nodes: Nodes, refreshed: list[str]
 ):

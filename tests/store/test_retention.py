@@ -91,16 +91,20 @@ def test_segments_keep_their_checkpoints(local_files: Files):
     assert spare(local_files, [*made, replayed], 1) == [1, 2]
 
 
-def test_checkpoints_of_reference_refreshes_stay(local_files: Files):
+@pytest.mark.parametrize(("done", "expected"), [(0, [0, 2]), (3, [1, 3])])
+def test_checkpoints_of_reference_refreshes_stay(
+    done: int, expected: list[int], local_files: Files
+):
     init = Nodes(local_files).commit(make_node(Stage.INIT, {}, model="tiny"))
-    Branches(local_files).create("run", {"reference": {"ref_update_interval": 2}}, init.digest)
+    config = {"start_rollout_id": done, "reference": {"ref_update_interval": 2}}
+    Branches(local_files).create("run", config, init.digest)
     run = Run(local_files)
     made = []
     for _ in range(5):
         commit = run.iterate()
         assert commit is not None
         made.append(checkpoint(local_files, commit.nodes[Stage.TRAIN]))
-    assert spare(local_files, made, 1) == [0, 2]
+    assert spare(local_files, made, 1) == expected
 
 
 def test_a_run_without_its_spare_checkpoints_continues_and_has_no_findings(files: Files):

@@ -185,23 +185,29 @@ def test_a_fork_has_no_other_source_of_weights(home: Path, other: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "version", "fits"),
+    ("ours", "theirs", "version", "done", "fits"),
     [
-        (3, 3, 4, True),
-        (None, 3, 4, True),
-        (2, 3, 4, True),
-        (8, None, 4, True),
-        (3, None, 4, False),
-        (3, 2, 4, False),
+        (3, 3, 4, 0, True),
+        (None, 3, 4, 0, True),
+        (2, 3, 4, 0, True),
+        (8, None, 4, 0, True),
+        (3, None, 4, 0, False),
+        (3, 2, 4, 0, False),
+        (3, None, 4, 2, True),
+        (2, None, 4, 3, False),
+        (7, None, 4, 2, True),
     ],
 )
 def test_the_reference_of_a_fork_is_one_that_its_parent_saved(
-    ours: int | None, theirs: int | None, version: int, fits: bool
+    ours: int | None, theirs: int | None, version: int, done: int, fits: bool
 ):
+    """`done`: iterations of slime, which the intervals count."""
+
     def refreshing(interval: int | None) -> RunConfig:
         return configuration(
             "/models/m",
             "run",
+            start_rollout_id=done,
             advantage={"reference": True},
             reference={"ref_update_interval": interval},
         )

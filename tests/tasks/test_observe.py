@@ -354,12 +354,14 @@ async def test_an_iteration_in_another_process_has_the_seconds_of_its_stages(wat
     ctx.progress.stage("flow run", 0, note="run-0: Running")
     with Observer(ctx, 0, startup_seconds=0.0) as observer:
         nodes = iteration(ctx)
-        nodes["train"].outputs["metrics"] = {"sync/logprob_difference": 1e-6}
+        metrics = {"sync/logprob_difference": 1e-6}
+        nodes["train"] = record(ctx, Stage.TRAIN, seconds=1.0, metrics=metrics)
         for k in range(2):
             await observer.iteration(k, nodes, seconds=4.0)
     lines = stream.getvalue().splitlines()
     assert sum("(rollout 2.0 reward 1.0 train 1.0)" in line for line in lines) == 2
     assert "flow run" not in stream.getvalue()
+    assert stream.getvalue().count(observe.LOGPROB_LEGEND) == 1
 
 
 def test_the_terminal_shows_the_speed_of_all_rollouts_in_flight():

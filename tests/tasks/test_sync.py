@@ -18,14 +18,24 @@ BATCH = NodeRef(stage=Stage.ADVANTAGE, digest="b", reused=True, outputs={})
 
 
 @pytest.mark.parametrize(
-    ("committed", "interval", "published"),
-    [(False, 1, [("w", 119, True)]), (True, 1, []), (False, 2, [])],
+    ("committed", "interval", "done", "published"),
+    [
+        (False, 1, 0, [("w", 119, True)]),
+        (True, 1, 0, []),
+        (False, 2, 0, []),
+        (False, 2, 3, [("w", 119, True)]),
+    ],
 )
 async def test_a_recorded_push_is_repeated_for_new_engines_until_the_iteration_is_committed(
-    committed: bool, interval: int, published: list[Any], monkeypatch: pytest.MonkeyPatch
+    committed: bool,
+    interval: int,
+    done: int,
+    published: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """A rollout in flight gave new engines version 118. Rollout 121 needs at least 119, and starts
-    after the commit of iteration 118. Version 119 is pushed only if the interval divides it.
+    after the commit of iteration 118. Version 119 is pushed only if the interval divides it,
+    with the iterations that slime has done.
     """
     calls: list[Any] = []
 
@@ -39,7 +49,10 @@ async def test_a_recorded_push_is_repeated_for_new_engines_until_the_iteration_i
         first_iteration=0,
         progress=Progress("run", 1),
         config=SimpleNamespace(
-            run="run", num_rollout=1000, sync=SimpleNamespace(update_weights_interval=interval)
+            run="run",
+            num_rollout=1000,
+            start_rollout_id=done,
+            sync=SimpleNamespace(update_weights_interval=interval),
         ),
     )
 

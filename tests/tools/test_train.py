@@ -1,4 +1,4 @@
-"""The train command: accepted and refused input, errors and exit codes (tools.train)."""
+"""The train command: accepted and refused input, and errors (tools.train)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import flows.train
 from deployments.recipes.tiny_models import character_tokenizer
-from rlpipe.actors import client
-from rlpipe.actors.ray import local_ray
 from rlpipe.config.load import home, load_run
 from rlpipe.config.model import BranchModel
-from rlpipe.errors import EngineUnavailable
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tests.model_files import write_model
-from tools import local_prefect, train
+from tools import train
 
 RECIPE = """\
 num_rollout: 3
@@ -421,86 +416,3 @@ def test_a_fork_is_a_separate_run_without_a_warm_start(
 
 def test_a_fork_of_an_invalid_iteration_is_refused(refused: Callable):
     assert "fork_from.iteration" in refused(["--fork", "old@last"])
-
-
-class Flow:
-    """Replaces the train flow and its server; records calls and ends as the test says."""
-
-    def __init__(self) -> None:
-        self.ends: Any = None
-        self.log: list[Any] = []
-
-    async def __call__(self, *arguments: Any) -> Any:
-        self.log.append(arguments)
-        if isinstance(self.ends, BaseException):
-            raise self.ends
-        return self.ends
-
-    def begin(self, *_: Any, namespace: str, then: Any) -> None:
-        self.log.append((namespace, then.func, then.args[0].run))
-
-    async def drain(self) -> None:
-        self.log.append("drained")
-
-    @contextmanager
-    def server(self, _: Path, meanwhile: Callable[[], None]) -> Iterator[str]:
-        meanwhile()
-        try:
-            yield ""
-        finally:
-            self.log.append("server ended")
-
-
-@pytest.fixture
-def flow(monkeypatch: pytest.MonkeyPatch) -> Flow:
-    made = Flow()
-    monkeypatch.setattr(flows.train, "train", made)
-    monkeypatch.setattr(local_prefect, "local_prefect", made.server)
-    monkeypatch.setattr(local_prefect, "drain", made.drain)
-    monkeypatch.setattr(local_ray, "begin_connecting", made.begin)
-    return made
-
-
-def test_packages_of_ray_and_prefect_are_imported_before_two_threads_need_them(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    imported: list[str] = []
-    monkeypatch.setattr(train, "import_module", imported.append)
-    train.import_clients()
-    assert {"pydantic.v1", "starlette.datastructures"} < set(imported)
-
-
-@pytest.mark.parametrize(
-    ("ends", "code", "printed"),
-    [
-        (
-            {
-                "run": "mine",
-                "accuracy_before": 0.25,
-                "accuracy_after": 0.5,
-                "held_out_measure": "mean reward",
-            },
-            0,
-            "mine: mean reward 0.250 → 0.500\nmine: see ",
-        ),
-        ({"run": "mine", "accuracy_before": None, "accuracy_after": None}, 0, "mine: see "),
-        (
-            EngineUnavailable("no answer", where="engine/0"),
-            1,
-            "EngineUnavailable: engine/0: no answer\n",
-        ),
-        (KeyboardInterrupt(), 130, "\nstopped; the same command continues"),
-    ],
-)
-def test_the_exit_code_tells_the_end_of_the_run(
-    flow: Flow, ends: Any, code: int, printed: str, place: Path, capsys: pytest.CaptureFixture[str]
-):
-    flow.ends = ends
-    config = load_run(str(place / "small.yaml"), [], "mine")
-    words = {"recipe": "r", "overrides": ["seed=1"], "run": "mine"}
-    assert train.drive(argparse.Namespace(**words, takeover=False, quiet=False), config) == code
-    output = capsys.readouterr()
-    assert (output.err if code else output.out).startswith(printed)
-    assert (output.out if code else output.err) == ""
-    began = [("rlpipe-mine", client.begin_cluster, "mine")] * 2
-    assert flow.log == [*began, ("r", ["seed=1"], "mine", False), "drained", "server ended"]

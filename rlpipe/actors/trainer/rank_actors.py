@@ -302,7 +302,7 @@ class TrainerRank(Rank[MegatronEngine]):
             return
         if version == 0 and spec.reference_dir is not None:
             self._reference_version = version  # loaded by `_load_own_reference`
-        elif version == 0 or (interval and version % interval == 0):
+        elif version == 0 or (interval and (version + spec.ref_update_offset) % interval == 0):
             engine.keep_reference()
             self._reference_version = version
 

@@ -55,6 +55,7 @@ class TrainerStates:
     checkpoint_timeout_s: float
     packages: Mapping[str, str] = field(default_factory=dict)
     ref_update_interval: int | None = None
+    ref_update_offset: int = 0
 
     async def restore(self, state: str, *, version: int, epoch: int) -> str:
         """Make the trainer hold a state; return its node's digest, or that of a segment instead.
@@ -65,7 +66,12 @@ class TrainerStates:
         """
         nodes = Nodes(self.files)
         lineage = await asyncio.to_thread(
-            lineage_to, nodes, state, self.init, ref_update_interval=self.ref_update_interval
+            lineage_to,
+            nodes,
+            state,
+            self.init,
+            ref_update_interval=self.ref_update_interval,
+            ref_update_offset=self.ref_update_offset,
         )
         # The name of a segment is needed before the replay: ranks hold their state under it.
         inputs = segment_inputs(lineage.target, lineage.base, uuid4().hex[:12])

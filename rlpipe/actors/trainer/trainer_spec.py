@@ -42,6 +42,8 @@ class TrainerSpec:
     """Models whose weights come from files of their own, by role."""
     ref_update_interval: int | None
     """Iterations between refreshes of the reference; None: never."""
+    ref_update_offset: int
+    """Iterations of slime since its last refresh of the reference."""
     critic: CriticConfig | None
     """None: the estimator uses no values."""
     critic_optimizer_steps: int
@@ -105,6 +107,7 @@ class TrainerSpec:
             total_optimizer_steps=config.total_optimizer_steps,
             sources=weight_sources(config),
             ref_update_interval=config.ref_update_interval,
+            ref_update_offset=config.ref_update_offset,
             critic=config.critic if config.uses_critic else None,
             critic_optimizer_steps=config.critic_optimizer_steps,
             critic_ranks=config.resources.critic_ranks,

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -264,14 +265,20 @@ def test_a_process_waits_for_the_ray_that_it_has_begun_to_start(
 
 
 def test_connect_waits_for_what_follows_the_start_of_ray(slow_ray: SlowRay, tmp_path: Path):
+    threads: list[threading.Thread] = []
+
     def fail() -> None:
+        threads.append(threading.current_thread())
+        time.sleep(0.2)
         slow_ray.log.append("actors began")
-        raise ResourceError("no room", where="resources")
+        raise OSError("no room")
 
     slow_ray.go.set()
     begin_connecting(ResourcesConfig(), tmp_path, namespace="here", then=fail)
     connect(ResourcesConfig(), tmp_path, namespace="here")
     assert slow_ray.log == ["connected", "actors began", "connected"]
+    threads[0].join(0.1)
+    assert threads[0].is_alive(), "Ray's servers end with this thread"
 
 
 async def test_leaving_a_ray_does_not_wait_for_what_follows_its_start(

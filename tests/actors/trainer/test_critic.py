@@ -47,6 +47,7 @@ def wait(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
 
 
 def ppo(model: str, run: str = "ppo", **sections: Any) -> RunConfig:
+    """The configuration, with a refreshed reference of weight version 2."""
     estimator = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "reference": True}
     critic = {"num_critic_only_steps": CRITIC_ONLY, "optimizer": {"lr": 2e-3}}
     return configuration(
@@ -54,7 +55,8 @@ def ppo(model: str, run: str = "ppo", **sections: Any) -> RunConfig:
         run,
         advantage=estimator,
         critic=critic,
-        reference={"ref_update_interval": 2},
+        start_rollout_id=1,
+        reference={"ref_update_interval": 3},
         **sections,
     )
 
@@ -110,7 +112,13 @@ async def check_restore(run: Trained, *, replayed: int) -> None:
     newest = run.branches.newest(branch)
     assert newest is not None
     state = newest.nodes[Stage.TRAIN]
-    lineage = lineage_to(run.nodes, state, run.branches.get(branch).init, ref_update_interval=2)
+    lineage = lineage_to(
+        run.nodes,
+        state,
+        run.branches.get(branch).init,
+        ref_update_interval=3,
+        ref_update_offset=1,
+    )
     await run.trainer.initialise(lineage.init, None, deadline_s=60)
     answer = await run.trainer.ensure(lineage, deadline_s=60)
     assert answer is not None

@@ -110,6 +110,7 @@ class Trained:
             60.0,
             {},
             interval,
+            self.config.ref_update_offset,
         )
 
     async def begin(self, start_from: str | None = None) -> str:
