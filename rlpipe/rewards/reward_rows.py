@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from rlpipe.config.data import (
@@ -24,8 +25,8 @@ from rlpipe.config.data import (
     RuleReward,
 )
 from rlpipe.errors import DeadlineExceeded, RewardError
-from rlpipe.rewards.scorer import Score, Scorer
-from rlpipe.rewards.workers import LoopWorker, ProcessWorker, ThreadWorker, Worker
+from rlpipe.rewards.scorer import Scorer
+from rlpipe.rewards.workers import LoopWorker, Outcome, ProcessWorker, ThreadWorker, Worker
 from rlpipe.types import Sample, Status
 
 MAX_ASYNC_CALLS = 64
@@ -192,32 +193,35 @@ class _ScoringRun:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, calls: Iterator[Call], worker: Worker) -> None:
-        for call in calls:
-            self._fill(call, await self._attempt([sample for _, sample in call], worker))
-            self.done += len(call)
+        while batch := list(islice(calls, worker.at_once)):
+            for call, outcome in zip(batch, await self._attempt(batch, worker), strict=True):
+                self._fill(call, outcome)
+                self.done += len(call)
             if self.progress is not None:
                 self.progress(self.done, self.total)
 
-    async def _attempt(self, samples: list[Sample], worker: Worker) -> list[Score] | str:
-        """Return the scores of one call, or the last error after all attempts."""
-        last_error: Exception | None = None
-        for _ in range(self.config.attempts):
-            try:
-                return await worker.call(samples, self.config.sample_timeout_s)
-            except (RewardError, DeadlineExceeded) as error:
-                last_error = error
-        return str(last_error)
+    async def _attempt(self, batch: list[Call], worker: Worker) -> list[Outcome]:
+        """Return the outcome of each call, after all attempts if it failed."""
+        calls = [[sample for _, sample in call] for call in batch]
+        outcomes = list(await worker.call(calls, self.config.sample_timeout_s))
+        for _ in range(self.config.attempts - 1):
+            failed = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
+            again = [calls[number] for number in failed]
+            repeated = await worker.call(again, self.config.sample_timeout_s) if again else []
+            for number, outcome in zip(failed, repeated, strict=True):
+                outcomes[number] = outcome
+        return outcomes
 
-    def _fill(self, call: Call, result: list[Score] | str) -> None:
+    def _fill(self, call: Call, outcome: Outcome) -> None:
         on_error = self.config.on_error
         for number, (position, _) in enumerate(call):
             row = self.rows[position]
-            if isinstance(result, str):
-                row.error = result
+            if isinstance(outcome, Exception):
+                row.error = str(outcome)
                 row.reward = None if on_error == "exclude_group" else float(on_error)
             else:
-                row.reward = result[number].reward
-                row.parts = dict(result[number].parts)
+                row.reward = outcome[number].reward
+                row.parts = dict(outcome[number].parts)
 
 
 def _check_errors(scored: list[tuple[RewardRow, Sample]], config: RewardConfig) -> None:

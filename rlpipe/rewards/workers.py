@@ -16,11 +16,14 @@ import queue
 import struct
 import sys
 import threading
+import time
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +38,12 @@ FRAME = struct.Struct("<QQ")
 START_TIMEOUT_S = 120.0
 EXIT_GRACE_S = 0.5
 """Longest time between the end of a process and its last bytes, in either order."""
+MAX_AT_ONCE = 256
+AT_ONCE_S = 0.1
+"""Longest time between two reports of a thread whose calls are short."""
+
+Outcome = list[Score] | RewardError | DeadlineExceeded
+"""The scores of one call, or its error."""
 
 
 class Worker(Protocol):
@@ -43,24 +52,46 @@ class Worker(Protocol):
     One task at a time uses it.
     """
 
-    async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
-        """Call the verifier for one sample or one group.
+    at_once: int
+    """Number of calls to give to the worker together."""
 
-        Raises: RewardError, DeadlineExceeded; ConfigError if it cannot be loaded, ResourceError if
-        a process does not start.
+    async def call(self, calls: Sequence[Sequence[Sample]], timeout_s: float) -> Sequence[Outcome]:
+        """Call the verifier once for each of `calls`: one sample or one group. Return the outcomes.
+
+        Raises: ConfigError if it cannot be loaded, ResourceError if a process does not start.
         """
         ...
 
     async def stop(self) -> None: ...
 
 
-class LoopWorker:
+class SingleCalls(ABC):
+    """A worker that takes one call at a time."""
+
+    at_once = 1
+
+    async def call(self, calls: Sequence[Sequence[Sample]], timeout_s: float) -> Sequence[Outcome]:
+        """See `Worker`."""
+        outcomes: list[Outcome] = []
+        for samples in calls:
+            try:
+                outcomes.append(await self._score(samples, timeout_s))
+            except (RewardError, DeadlineExceeded) as error:
+                outcomes.append(error)
+        return outcomes
+
+    @abstractmethod
+    async def _score(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
+        """Call the verifier for one sample or one group. Raises: RewardError, DeadlineExceeded."""
+
+
+class LoopWorker(SingleCalls):
     """Awaits an async function on the stage's event loop."""
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
 
-    async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
+    async def _score(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
         call = asyncio.ensure_future(self._scorer.score_async(samples))
         try:
             await asyncio.wait({call}, timeout=timeout_s)
@@ -76,47 +107,96 @@ class LoopWorker:
 
 
 class ThreadWorker:
-    """Runs a plain function in one thread of the stage's process."""
+    """Runs a plain function in one thread of the stage's process.
+
+    The thread gets several short calls at once: to wait for each one takes half a millisecond.
+    """
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
-        self._calls: queue.SimpleQueue | None = None
+        self._batches: queue.SimpleQueue[_Batch | None] | None = None
+        self.at_once = 1
 
-    async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(
-                target=_serve_thread, args=(self._scorer, self._calls), daemon=True, name="reward"
-            ).start()
-        result: Future[list[Score]] = Future()
-        self._calls.put((samples, result))
+    async def call(self, calls: Sequence[Sequence[Sample]], timeout_s: float) -> Sequence[Outcome]:
+        """See `Worker`."""
+        start_s = time.monotonic()
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(calls):
+            outcomes += await self._until_late(calls[len(outcomes) :], timeout_s)
+        seconds = time.monotonic() - start_s
+        if seconds < AT_ONCE_S / 2:
+            self.at_once = min(2 * self.at_once, MAX_AT_ONCE)
+        elif seconds > AT_ONCE_S:
+            self.at_once = max(1, self.at_once // 2)
+        return outcomes
+
+    async def _until_late(
+        self, calls: Sequence[Sequence[Sample]], timeout_s: float
+    ) -> list[Outcome]:
+        """Return the outcomes of all calls, or up to the first one that misses its deadline."""
+        batch = self._begin(calls)
+        finished = asyncio.wrap_future(batch.finished)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)
-        except TimeoutError as error:
-            await self.stop()
-            raise _late_error(samples, timeout_s) from error
+            while not finished.done():
+                number, began_s = batch.current
+                left_s = began_s + timeout_s - time.monotonic()
+                await asyncio.wait({finished}, timeout=max(0.0, left_s))
+                if left_s <= 0 and len(batch.outcomes) == number:
+                    return [*batch.outcomes[:number], _late_error(calls[number], timeout_s)]
+            return batch.outcomes
+        finally:
+            if not finished.done():
+                batch.abandoned = True
+                await self.stop()
+
+    def _begin(self, calls: Sequence[Sequence[Sample]]) -> _Batch:
+        if self._batches is None:
+            self._batches = queue.SimpleQueue()
+            threading.Thread(
+                target=_serve_thread,
+                args=(self._scorer, self._batches),
+                daemon=True,
+                name="reward",
+            ).start()
+        batch = _Batch(calls, (0, time.monotonic()))
+        self._batches.put(batch)
+        return batch
 
     async def stop(self) -> None:
-        if self._calls is not None:
-            self._calls.put(None)
-            self._calls = None
+        if self._batches is not None:
+            self._batches.put(None)
+            self._batches = None
 
 
-def _serve_thread(scorer: Scorer, calls: queue.SimpleQueue) -> None:
-    while (call := calls.get()) is not None:
-        samples, result = call
-        try:
-            scores = scorer.score(samples)
-        except RewardError as error:
-            # False after a missed deadline, which cancelled the future.
-            if result.set_running_or_notify_cancel():
-                result.set_exception(error)
-        else:
-            if result.set_running_or_notify_cancel():
-                result.set_result(scores)
+@dataclass(slots=True)
+class _Batch:
+    """Calls for a thread, which writes `current` and `outcomes`."""
+
+    calls: Sequence[Sequence[Sample]]
+    current: tuple[int, float]
+    """Number of the call that runs, and when it began (time.monotonic)."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    finished: Future[None] = field(default_factory=Future)
+    abandoned: bool = False
+    """The thread begins no further call."""
 
 
-class ProcessWorker:
+def _serve_thread(scorer: Scorer, batches: queue.SimpleQueue[_Batch | None]) -> None:
+    while (batch := batches.get()) is not None:
+        for number, samples in enumerate(batch.calls):
+            if batch.abandoned:
+                return
+            batch.current = (number, time.monotonic())
+            try:
+                batch.outcomes.append(scorer.score(samples))
+            except RewardError as error:
+                batch.outcomes.append(error)
+        # False after a missed deadline, which cancelled the future.
+        if batch.finished.set_running_or_notify_cancel():
+            batch.finished.set_result(None)
+
+
+class ProcessWorker(SingleCalls):
     """Runs the function in a separate process (`rlpipe.rewards.worker_process`).
 
     A process that misses a deadline is killed; the next call starts another one. Each call has a
@@ -130,7 +210,7 @@ class ProcessWorker:
         self._process: Process | None = None
         self._calls = 0
 
-    async def call(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
+    async def _score(self, samples: Sequence[Sample], timeout_s: float) -> list[Score]:
         await self._start()
         try:
             answer = await asyncio.wait_for(self._request(list(samples)), timeout_s)
