@@ -36,23 +36,22 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             }
         rollout_node = ctx.nodes.get(Stage.ROLLOUT, rollout.digest)
         accepted = set(rollout_node.outputs["accepted"])
-        samples = [
-            row
-            for row in await asyncio.to_thread(read_samples, ctx.files, rollout_node)
-            if row.group_id in accepted
-        ]
+        rows = await asyncio.to_thread(
+            read_samples, ctx.files, rollout_node, tokens=ctx.config.reward.reads_tokens
+        )
+        samples = [row for row in rows if row.group_id in accepted]
         args = slime_args(ctx.cluster.config)
-        rows = await score(
+        rewards = await score(
             samples,
             ctx.config.reward,
             args=args,
             progress=lambda done, total: ctx.progress.stage("reward", k, done=done, total=total),
         )
         if path := ctx.config.reward.custom_reward_post_process_path:
-            rows = await asyncio.to_thread(post_process, path, args, samples, rows)
+            rewards = await asyncio.to_thread(post_process, path, args, samples, rewards)
         return {
-            "outputs": reward_outputs(rows),
-            "files": [write_rewards(ctx.files, inputs.digest, rows)],
+            "outputs": reward_outputs(rewards),
+            "files": [write_rewards(ctx.files, inputs.digest, rewards)],
         }
 
     return await reuse_or_run(ctx, inputs, score_rollout)

@@ -30,6 +30,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.arrays import from_experts, from_ragged, ragged
 from rlpipe.store.parquet.rows import (
     EXPERTS,
+    TOKEN_COLUMNS,
     rewards_to_table,
     samples_to_table,
     table_to_rewards,
@@ -47,16 +48,20 @@ FLOAT_COLUMNS = tuple(name for name in RESPONSE_COLUMNS if name != "loss_mask")
 """Response columns of a batch that are float32 and may be missing."""
 
 
-def read_samples(files: Files, rollout: Node, *, routed: bool = False) -> list[Sample]:
+def read_samples(
+    files: Files, rollout: Node, *, routed: bool = False, tokens: bool = True
+) -> list[Sample]:
     """Return all samples of a rollout or evaluation node, removed ones included.
 
     No token of a removed sample counts in a loss; its reward counts in its group. `routed`: with
-    the experts that the engine chose for its tokens, which may be most of the data.
+    the experts that the engine chose for its tokens, which may be most of the data. `tokens`: with
+    token ids and all else about single tokens, which become Python lists (about 100 bytes a token).
 
     Raises: ObjectMissing, ObjectCorrupt.
     """
     removed = {(group_id, index) for group_id, index in rollout.outputs.get("removed", ())}
-    columns = None if routed else [name for name in SAMPLES.names if name != EXPERTS]
+    unread = () if routed else (EXPERTS,) if tokens else TOKEN_COLUMNS
+    columns = [name for name in SAMPLES.names if name not in unread]
     samples = table_to_samples(read_rows(files, rollout.files, columns))
     for sample in samples:
         if sample.remove_sample or (sample.group_id, sample.index) in removed:

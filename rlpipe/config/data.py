@@ -306,6 +306,14 @@ class RewardConfig(Config):
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
 
+    @property
+    def reads_tokens(self) -> bool:
+        """True if a user function gets the samples; built-in verifiers read text and row only."""
+        return (
+            isinstance(self.function, PythonReward)
+            or self.custom_reward_post_process_path is not None
+        )
+
 
 class EvalDataset(Config):
     """One held-out set. Keys with None use the run's settings."""

@@ -32,7 +32,7 @@ from rlpipe.errors import DataError, ObjectCorrupt, ObjectMissing
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.nodes import input_digest
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.rows import samples_to_table
+from rlpipe.store.parquet.rows import TOKEN_COLUMNS, samples_to_table
 from rlpipe.store.parquet.schema import BATCH, decode, make_table
 from rlpipe.store.parquet.shards import write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
@@ -184,6 +184,15 @@ def test_samples_of_all_shards_of_a_rollout_are_read(files: Files):
     assert read_samples(files, node(Stage.ROLLOUT, *records)) == [
         of for shard in shards for of in shard
     ]
+
+
+def test_samples_without_their_tokens_have_everything_else(files: Files):
+    per_token = {"rollout_log_probs": [-1.0] * 3, "weight_versions": [(3, 2)]}
+    shard = [sample(0, 0, **per_token), sample(0, 1, error="cut off")]
+    record = write_table(files, "plans/p/groups", "s", samples_to_table(shard, 0))
+    nothing = {name: getattr(Sample(), name) for name in TOKEN_COLUMNS}
+    read = read_samples(files, node(Stage.ROLLOUT, record), tokens=False)
+    assert read == [replace(of, **nothing) for of in shard]
 
 
 def test_two_attempts_at_a_node_write_two_files_and_equal_ones_one(files: Files):

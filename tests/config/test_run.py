@@ -204,3 +204,18 @@ def test_reachable_external_engines_are_accepted(result: str | None):
 )
 def test_unreachable_engines_and_ignored_arguments_are_refused(result: str | None, words: str):
     assert result is not None and words in result
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ({"function": {"type": "math"}}, False),
+        ({"function": {"type": "remote", "url": "http://t:1"}}, False),
+        ({"function": {"type": "python", "path": "r.py:f"}}, True),
+        ({"function": {"type": "math"}, "custom_reward_post_process_path": "r.py:f"}, True),
+    ],
+)
+def test_only_functions_of_the_user_get_the_tokens_of_samples(
+    reward: dict[str, Any], expected: bool
+):
+    assert validate({**BASE, "reward": reward}).reward.reads_tokens is expected

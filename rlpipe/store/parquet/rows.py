@@ -26,6 +26,16 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Sample) if field.name 
 """Fields of `Sample` that are columns of the same name."""
 EXPERTS = "rollout_routed_experts"
 """The column that most readers leave out: it may be most of the data."""
+TOKEN_COLUMNS = (
+    "prompt_ids",
+    "response_ids",
+    "rollout_log_probs",
+    "loss_mask",
+    "teacher_log_probs",
+    "weight_versions",
+    EXPERTS,
+)
+"""Columns about single tokens."""
 NULL_VALUES = {"remove_sample": False, "non_generation_time": 0.0, "num_turns": 1}
 """Meaning of null in columns that files of earlier releases do not have."""
 
@@ -78,11 +88,11 @@ def samples_to_table(
 def table_to_samples(table: pa.Table) -> list[Sample]:
     """Return the samples of a table, without `iteration` and `drop_reason`.
 
-    The table may lack the column of routed experts. Raises: ValueError if another column is
-    missing; ObjectCorrupt if a JSON column does not hold JSON.
+    The table may lack TOKEN_COLUMNS. Raises: ValueError if another column is missing; ObjectCorrupt
+    if a JSON column does not hold JSON.
     """
-    if missing := set(FIELDS) - {EXPERTS} - set(table.column_names):
-        raise ValueError(f"samples need all of their columns, missing {sorted(missing)}")
+    if missing := set(FIELDS).difference(TOKEN_COLUMNS, table.column_names):
+        raise ValueError(f"samples need their columns, missing {sorted(missing)}")
     names = [name for name in FIELDS if name in table.column_names]
     columns = (READERS.get(name, _to_plain)(table[name]) for name in names)
     samples = [Sample(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
