@@ -171,8 +171,8 @@ class HistoryReader:
         ]
         if len(nodes) < 2:
             return []
-        before = _first_samples(read_samples(self._files, nodes[0]))
-        after = _first_samples(read_samples(self._files, nodes[-1]))
+        before = _first_samples(read_samples(self._files, nodes[0], tokens=False))
+        after = _first_samples(read_samples(self._files, nodes[-1], tokens=False))
         groups = [group_id for group_id in before if group_id in after]
         shown = groups[: self._config.observe.samples_in_report]
         return [_change(before[group_id], after[group_id]) for group_id in shown]
