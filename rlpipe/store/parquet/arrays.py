@@ -6,8 +6,8 @@ NumPy and never become one Arrow scalar each: a million tokens take tens of mill
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,15 @@ import pyarrow as pa
 from rlpipe.errors import DataError
 from rlpipe.store.columns import EXPERTS, list_of
 
-NUMBER_KINDS = {True: "i", False: "if"}
-"""NumPy kinds of the values that fit into a list of integers (True) or of floats (False)."""
-
 
 def ragged(column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """Return the flat values [sum of lengths] and offsets [rows + 1] int64 of a list column.
 
     A null list has length 0.
     """
-    array = combined(column)
-    offsets = np.concatenate([[0], np.cumsum(lengths(array), dtype=np.int64)])
-    return to_numpy(array.flatten()), offsets
+    lists = combined(column)
+    offsets = np.concatenate([[0], np.cumsum(lengths(lists), dtype=np.int64)])
+    return to_numpy(lists.flatten()), offsets
 
 
 def from_ragged(values: np.ndarray, offsets: np.ndarray, element: pa.DataType) -> pa.Array:
@@ -77,11 +74,11 @@ def any_in_row(
     column: pa.ChunkedArray, predicate: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """Return one flag per row: the predicate holds for a value of its list or map."""
-    array = combined(column)
-    if pa.types.is_map(array.type):
-        array = pa.ListArray.from_arrays(array.offsets, array.items)
-    count = np.concatenate([[0], np.cumsum(predicate(to_numpy(array.flatten())))])
-    ends = np.cumsum(lengths(array))
+    lists = combined(column)
+    if pa.types.is_map(lists.type):
+        lists = pa.ListArray.from_arrays(lists.offsets, lists.items)
+    count = np.concatenate([[0], np.cumsum(predicate(to_numpy(lists.flatten())))])
+    ends = np.cumsum(lengths(lists))
     return np.diff(count[ends], prepend=0) > 0
 
 
@@ -115,10 +112,10 @@ def _convert(values: Any, kind: pa.DataType) -> pa.Array:
 
 def _from_lists(rows: Sequence[Sequence[float] | None], kind: pa.ListType) -> pa.Array:
     # Not pa.array: Arrow cuts 2.5 to 2 in a list of integers and accepts None in a list without
-    # nulls.
-    flat = np.array(list(chain.from_iterable(row for row in rows if row is not None)))
-    if flat.size and flat.dtype.kind not in NUMBER_KINDS[pa.types.is_integer(kind.value_type)]:
-        raise TypeError(f"values of type {flat.dtype}")
+    # nulls. `array` refuses both, and takes half of the time of np.array.
+    code = "q" if pa.types.is_integer(kind.value_type) else "d"
+    parts = [np.frombuffer(array(code, row), code) for row in rows if row is not None]
+    flat = np.concatenate([np.zeros(0, code), *parts])
     offsets = np.cumsum([0, *(0 if row is None else len(row) for row in rows)], dtype=np.int32)
     absent = pa.array([row is None for row in rows], pa.bool_())
     return pa.ListArray.from_arrays(
