@@ -20,6 +20,7 @@ are the baseline.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -269,7 +270,8 @@ def run(bench: Bench, folder: Path) -> Watch:
                 _until_over(process, bench.until_s(), say)
         finally:
             _stop(process)
-    if process.returncode not in (0, 143):
+    # -SIGTERM: the run was at its end and no longer handled the signal.
+    if process.returncode not in (0, 143, -signal.SIGTERM):
         raise ResourceError(
             "the run failed",
             where=str(log),
