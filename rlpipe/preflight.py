@@ -88,9 +88,11 @@ def _check_run(config: RunConfig, home: Path) -> None:
         sources = [config.data.prompts, *(dataset.prompts for dataset in datasets)]
         rows = [_checked_rows(source) if source else [] for source in sources]
         importing.wait()
-    for reward, checked in zip(rewards, rows, strict=True):
+    sampled = [config.rollout.model_copy(update=dataset.sampling()) for dataset in datasets]
+    for reward, rollout, checked in zip(rewards, [config.rollout, *sampled], rows, strict=True):
         _check_reward(reward, checked, config)
-        if checked and not config.data.apply_chat_template:
+        renders = config.data.apply_chat_template or rollout.samples_by_user_function
+        if checked and not renders:
             require_text(checked[0].prompt, checked[0].where)
     _check_algorithm_functions(config)
     MegatronHooks(config.train)

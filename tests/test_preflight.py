@@ -108,7 +108,7 @@ def test_a_complete_run_passes_and_no_file_is_made(folder: Path):
 
 @pytest.mark.parametrize("name", ["train", "held"])
 def test_the_error_of_a_bad_prompt_row_names_file_and_line(folder: Path, name: str):
-    (folder / f"{name}.jsonl").write_text(ROW + '{"prompt": 3, "answer": "2"}\n')
+    (folder / f"{name}.jsonl").write_text(ROW + '{"prompt": 0.5, "answer": "2"}\n')
     with pytest.raises(DataError) as caught:
         check(config(folder), folder)
     assert caught.value.where == f"{folder}/{name}.jsonl:2"
@@ -188,6 +188,12 @@ def test_messages_need_apply_chat_template(folder: Path):
         check(config(folder), folder)
     assert caught.value.where == f"{folder}/held.jsonl:1"
     assert "data.apply_chat_template=true" in str(caught.value)
+    (folder / "mine.py").write_text(
+        "async def generate(args, sample, sampling_params):\n    return sample\n"
+    )
+    generate = {"custom_generate_function_path": f"{folder}/mine.py:generate"}
+    sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    check(config(folder, rollout={**sizes, **generate}), folder)
 
 
 def test_the_error_of_a_missing_column_of_trls_form_names_it(folder: Path):

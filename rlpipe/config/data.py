@@ -22,7 +22,8 @@ class FilePrompts(Config):
     configuration has the commit of a file on the Hub. `path@[a:b]` is rows a to b - 1 of a file, as
     in a Python slice: a and b may be missing or negative."""
     input_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
+    """Column with the prompt: a string, or a list of chat messages. An integer becomes a string:
+    the number of a task for a generate function of yours."""
     label_key: str | None = None
     """Column with the reference answer: a string or a number, or a JSON object or list for
     functions of yours. None: no such column."""

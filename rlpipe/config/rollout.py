@@ -196,6 +196,11 @@ class RolloutConfig(Config):
         return self
 
     @property
+    def samples_by_user_function(self) -> bool:
+        """True if a function of the user makes the requests to the engines."""
+        return bool(self.custom_generate_function_path or self.rollout_function_path)
+
+    @property
     def hook_paths(self) -> tuple[str, ...]:
         """Paths of all user functions that can change a rollout."""
         functions = (

@@ -181,6 +181,10 @@ def _value(content: dict[str, Any], key: str, setting: str, where: str) -> Any:
 
 
 def _prompt(value: Any, where: str) -> Prompt:
+    """Return a text or messages unchanged, and an integer as a text: the number of a task, which a
+    generate function of the user looks up (tau-bench in slime)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     is_messages = isinstance(value, list) and all(
         isinstance(item, dict) and isinstance(item.get("role"), str) for item in value
     )
@@ -190,7 +194,8 @@ def _prompt(value: Any, where: str) -> Prompt:
         "not a prompt",
         where=where,
         found=f"{type(value).__name__} {excerpt(value)}",
-        expected='a string that is not empty, or a list of messages {"role": ..., "content": ...}',
+        expected="a string that is not empty, an integer, or a list of messages "
+        '{"role": ..., "content": ...}',
     )
 
 

@@ -77,7 +77,7 @@ class DataSource:
         self._branch = branch
         self._async_buffer_size = async_buffer_size
         self._model_context_len = model_context_len
-        self._keep_messages = keep_messages or _samples_by_user_function(rollout)
+        self._keep_messages = keep_messages or rollout.samples_by_user_function
         # A plan can span two epochs.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
@@ -377,7 +377,7 @@ def evaluation_plan(
             ids[number],
             num_samples,
             data,
-            keep_messages=keep_messages or _samples_by_user_function(rollout),
+            keep_messages=keep_messages or rollout.samples_by_user_function,
         )
         for number in kept
     )
@@ -421,10 +421,6 @@ def _planned_group(
         response_ids=encoded.response_ids,
         loss_mask=encoded.loss_mask,
     )
-
-
-def _samples_by_user_function(rollout: RolloutConfig) -> bool:
-    return bool(rollout.custom_generate_function_path or rollout.rollout_function_path)
 
 
 def _with_messages(row: PromptRow, rendered: Prompt, data: DataConfig) -> dict[str, Any]:

@@ -168,9 +168,15 @@ def encode_prompt(
 
     `model_context_len`: longest prompt + response of the model; None: no limit.
 
+    A user function may get messages as they are, without a chat template, as in slime. Their ids
+    are those of their texts, and their length is not checked: the function renders them.
+
     Raises: DataError naming the row if it is empty, cannot be rendered, or is too long with
     `data.overlong_prompts: error`.
     """
+    is_kept = rollout.samples_by_user_function and not data.apply_chat_template
+    if is_kept and not isinstance(row.prompt, str):
+        return Encoded(row.prompt, _token_ids(tokenizer, _texts(row.prompt)))
     text = render(tokenizer, row.prompt, data, where=row.where, tools=row.metadata.get("tools"))
     encoded = Encoded(text, _token_ids(tokenizer, text))
     return _within_limits(tokenizer, encoded, row.where, data, rollout, model_context_len)
@@ -263,7 +269,8 @@ def require_text(prompt: Prompt, where: str) -> str:
         where=where,
         found=_fields(prompt),
         expected="text",
-        do="set data.apply_chat_template=true, or write rendered text into the column",
+        do="set data.apply_chat_template=true, write rendered text into the column, or sample with "
+        "a function of yours (rollout.custom_generate_function_path)",
     )
 
 
@@ -293,6 +300,13 @@ def _fields(prompt: Prompt) -> str:
 def as_messages(prompt: Prompt) -> list[Message]:
     """Return the messages of a prompt; a string is one message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _texts(messages: list[Message]) -> str:
+    """Return the texts of messages, one after another; a content may be a list of parts."""
+    contents = [message.get("content") or "" for message in messages]
+    parts = [[{"text": one}] if isinstance(one, str) else one for one in contents]
+    return "\n".join(str(part.get("text", "")) for some in parts for part in some)
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def _parquet(**columns: Any) -> bytes:
     "columns",
     [
         {"p": b"a"},
-        {"p": 1},
+        {"p": 1.5},
         {"p": datetime.date(2026, 1, 1)},
         {"p": [{"role": "user", "content": b"x"}]},
         {"p": [{"role": "user", "content": datetime.date(2026, 1, 1)}]},

@@ -105,7 +105,7 @@ def test_a_bad_row_is_named_when_prompts_are_loaded(
     files: dict[str, str], tmp_path: Path, streaming: bool
 ):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "x"}\n{"prompt": 3}\n')
+    path.write_text('{"prompt": "x"}\n{"prompt": 0.5}\n')
     with pytest.raises(DataError, match="not a prompt") as caught:
         load_prompts(prompts(files["jsonl"], str(path)), streaming=streaming)
     assert caught.value.where == f"{path}:2"

@@ -50,6 +50,12 @@ def test_fsspec_urls_are_read(tmp_path):
     assert load_prompts(source(f"file://{tmp_path}/a.jsonl"))[0].prompt == "one"
 
 
+def test_the_number_of_a_task_is_a_prompt(tmp_path):
+    jsonl(tmp_path / "tasks.jsonl", {"prompt": 0}, {"prompt": 12})
+    rows = load_prompts(source(str(tmp_path / "tasks.jsonl")))
+    assert [row.prompt for row in rows] == ["0", "12"]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -59,7 +65,8 @@ def test_fsspec_urls_are_read(tmp_path):
         ({"prompt": "x"}, r"no 'label'[\s\S]*label_key"),
         ({"prompt": None, "label": "1"}, r"no 'prompt'"),
         ({"prompt": "", "label": "1"}, r"not a prompt"),
-        ({"prompt": 5, "label": "1"}, r"not a prompt[\s\S]*int 5"),
+        ({"prompt": 0.5, "label": "1"}, r"not a prompt[\s\S]*float 0.5"),
+        ({"prompt": True, "label": "1"}, r"not a prompt[\s\S]*bool True"),
         ({"prompt": [], "label": "1"}, r"not a prompt"),
         ({"prompt": [{"content": "no role"}], "label": "1"}, r"not a prompt"),
         ({"prompt": "x", "label": True}, r"not a label[\s\S]*bool"),

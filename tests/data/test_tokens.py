@@ -205,6 +205,19 @@ def test_messages_without_a_chat_template_are_refused(characters):
         encode_prompt(characters, row(CHAT), data(apply_chat_template=True), rollout())
 
 
+@pytest.mark.parametrize("key", ["custom_generate_function_path", "rollout_function_path"])
+def test_a_user_function_gets_messages_without_a_chat_template(characters, key):
+    """As in slime, whose strands example says not to set --apply-chat-template."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "image"}]}]
+    sampled = rollout(**{key: "mine.py:generate"}, rollout_max_context_len=4)
+    for messages, text in ((CHAT[:2], "be short\nwhat is 1 + 2?"), (parts, "what\n")):
+        encoded = encode_prompt(characters, row(messages), data(), sampled)
+        assert encoded.prompt == messages and encoded.overlong is None
+        assert characters.decode(encoded.prompt_ids) == text
+    with pytest.raises(DataError, match="too long"):
+        encode_prompt(characters, row("a text of the same length"), data(), sampled)
+
+
 def test_a_prompt_that_is_too_long_is_named(characters):
     encode_prompt(
         characters,
