@@ -25,6 +25,8 @@ from rlpipe.types import Sample
 
 ATTEMPTS = 60
 PAUSE_S = 1.0
+LONGEST_REASON = 500
+"""Characters of a refusal in the error."""
 
 
 async def post(
@@ -32,7 +34,8 @@ async def post(
 ) -> Any:
     """Return the JSON answer of a POST request, or its text if it is not JSON.
 
-    Raises: httpx.HTTPError after the last attempt, or at once for a status below 500.
+    Raises: httpx.HTTPError after the last attempt, or at once for a status below 500. The message
+    has the answer's text.
     """
     return await _request("POST", url, max_retries, json=payload or {}, headers=headers)
 
@@ -47,7 +50,7 @@ async def _request(method: str, url: str, attempts: int, **keywords: Any) -> Any
         for remaining in range(attempts - 1, -1, -1):
             try:
                 response = await client.request(method, url, **keywords)
-                response.raise_for_status()
+                _raise_for_status(response)
                 return _content(response)
             except httpx.HTTPError as error:
                 is_refused = (
@@ -57,6 +60,16 @@ async def _request(method: str, url: str, attempts: int, **keywords: Any) -> Any
                     raise
             await asyncio.sleep(PAUSE_S)
     raise AssertionError("at least one attempt is needed")
+
+
+def _raise_for_status(response: httpx.Response) -> None:
+    try:
+        response.raise_for_status()
+    except httpx.HTTPStatusError as error:
+        reason = response.text[:LONGEST_REASON]
+        raise httpx.HTTPStatusError(
+            f"{error}\nanswer: {reason}", request=error.request, response=response
+        ) from None
 
 
 def _content(response: httpx.Response) -> Any:

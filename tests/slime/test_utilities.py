@@ -6,7 +6,10 @@ import asyncio
 import socket
 from argparse import Namespace
 
+import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rlpipe.slime import outputs, utilities
 from rlpipe.types import Sample
@@ -97,3 +100,15 @@ def test_dropped_groups_are_counted_by_reason():
     for reason in ("zero_std_1", "zero_std_1", None):
         gatherer.on_dynamic_filter_drop(reason)
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_zero_std_1": 2}
+
+
+async def test_a_refused_request_names_the_reason_of_the_server():
+    async def refuse(request):
+        return web.Response(status=400, text="the prompt has 5000 tokens, the model takes 4096")
+
+    app = web.Application()
+    app.router.add_post("/generate", refuse)
+    async with TestServer(app) as server:
+        with pytest.raises(httpx.HTTPStatusError, match=r"400[\s\S]*has 5000 tokens") as caught:
+            await utilities.post(str(server.make_url("/generate")), {})
+    assert caught.value.response.status_code == 400
