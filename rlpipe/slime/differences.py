@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlpipe.slime.function_paths import has_rollout_function
 from rlpipe.slime.model_flags import (
     continues_critic,
     continues_optimizer,
@@ -53,7 +54,12 @@ _DIFFERENCES: tuple[tuple[Callable[[Values], Any], str], ...] = (
         "log-probs; slime uses the engine's",
     ),
     (
-        lambda values: values.get("keep_old_actor"),
+        lambda values: values.get("keep_old_actor") and has_rollout_function(values),
+        "--keep-old-actor: the ratio is to the weights before the update; slime's is to those that "
+        "sampled, which are older in asynchronous training",
+    ),
+    (
+        lambda values: values.get("keep_old_actor") and not has_rollout_function(values),
         "--keep-old-actor: log-probs of the weights that sampled are the engine's; slime computes "
         "them again in the trainer",
     ),

@@ -18,13 +18,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.rollout import SLIME_FILTERS
 from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS, LOSS_TYPES
 from rlpipe.slime.command_line import ParsedFlags
 from rlpipe.slime.differences import fixed_differences, scores_at_two_temperatures
 from rlpipe.slime.evaluation_flags import datasets
+from rlpipe.slime.function_paths import (
+    FULLY_ASYNC,
+    SFT_ROLLOUT,
+    SLIME_FUNCTIONS,
+    has_rollout_function,
+    is_default_function,
+)
 from rlpipe.slime.model_flags import iterations_done, model_source, prediction_layers
 from rlpipe.slime.reward_flags import DISTILLATION, reward_function
 from rlpipe.slime.saved_state import other_prompts, prompt_position
@@ -36,16 +42,6 @@ BASE = Path(__file__).with_name("slime.yaml")
 Values = Mapping[str, Any]
 Keys = dict[str, Any]
 
-SLIME_FUNCTIONS = {
-    "slime.rollout.sglang_rollout.generate_rollout": None,
-    "slime.rollout.data_source.RolloutDataSourceWithBuffer": None,
-    "slime.rollout.data_source.RolloutDataSource": None,
-    "slime.rollout.sglang_streaming_rollout.generate_streaming": None,
-    **SLIME_FILTERS,
-}
-"""Dotted path of a slime function → rlpipe's function; None: rlpipe's default behaviour."""
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 QWEN_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 """slime's loss mask types that train on all assistant messages."""
 
@@ -203,7 +199,7 @@ def _direct_keys(values: Values) -> Keys:
     keys: Keys = {
         FLAGS[name].key: SLIME_FUNCTIONS.get(value, value) if isinstance(value, str) else value
         for name, value in values.items()
-        if FLAGS[name].effect == "to" and not _is_default_function(value)
+        if FLAGS[name].effect == "to" and not is_default_function(value)
     }
     if values.get("get_mismatch_metrics") and not values.get("use_tis"):
         # In slime the function then only measures, and rlpipe always measures.
@@ -215,11 +211,6 @@ def _direct_keys(values: Values) -> Keys:
         keys = {key: value for key, value in keys.items() if not key.startswith("data.prompts.")}
         keys["data.prompts"] = None
     return keys
-
-
-def _is_default_function(value: Any) -> bool:
-    """True for the path of a slime function that rlpipe's default behaviour replaces."""
-    return isinstance(value, str) and SLIME_FUNCTIONS.get(value, value) is None
 
 
 def _continued_prompts(flags: ParsedFlags, values: Values) -> Keys:
@@ -234,7 +225,7 @@ def _continued_prompts(flags: ParsedFlags, values: Values) -> Keys:
 def _has_own_source(values: Values) -> bool:
     """True if a data source of the user draws prompts."""
     path = values.get("data_source_path")
-    return path is not None and not _is_default_function(path)
+    return path is not None and not is_default_function(path)
 
 
 def _prompts(values: Values) -> Keys:
@@ -253,7 +244,7 @@ def _rollout_function(values: Values) -> Keys:
         return {"rollout.type": "dataset", "data.apply_chat_template": True}
     if path == FULLY_ASYNC:
         return {"async_buffer_size": values.get("async_buffer_size") or _least_ahead(values)}
-    return {} if _is_default_function(path) else {FLAGS["rollout_function_path"].key: path}
+    return {FLAGS["rollout_function_path"].key: path} if has_rollout_function(values) else {}
 
 
 def _least_ahead(values: Values) -> int:
@@ -310,8 +301,12 @@ def _kl(values: Values) -> Keys:
 
 
 def _old_policy(values: Values) -> Keys:
-    """Convert --keep-old-actor: the ratio is to the weights that sampled."""
-    return {"train.loss.use_rollout_logprobs": True} if values.get("keep_old_actor") else {}
+    """Convert --keep-old-actor: the ratio is to the weights that sampled.
+
+    Samples of a rollout function may have no log-probs of the engines.
+    """
+    is_kept = values.get("keep_old_actor") and not has_rollout_function(values)
+    return {"train.loss.use_rollout_logprobs": True} if is_kept else {}
 
 
 def _batch(values: Values) -> Keys:

@@ -335,6 +335,7 @@ def test_a_weight_bound_below_one_is_accepted_without_rejection():
         ("--use-opd --opd-type sglang --rollout-temperature 0.8", "scores at temperature 1"),
         ("--enable-mtp-training", "keep their weights"),
         ("--keep-old-actor", "the engine's"),
+        ("--keep-old-actor --rollout-function-path m.generate", "the weights before the update"),
         ("--use-opd --rm-type math", "every reward is 0"),
     ],
 )

@@ -119,6 +119,7 @@ def test_args_have_the_values_of_the_command_line():
         ),
         ("--recompute-activations", "train.megatron.recompute_granularity", "selective"),
         ("--keep-old-actor", "train.loss.use_rollout_logprobs", True),
+        ("--keep-old-actor --rollout-function-path m.f", "rollout.rollout_function_path", "m.f"),
         ("--sequence-parallel", "train.parallel.sequence_parallel", False),
         ("--sglang-enable-dp-attention", "engine.sglang.enable_dp_attention", True),
         ("--sglang-context-length 4096", "engine.sglang.context_length", 4096),
