@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 16384,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -201,8 +201,9 @@ def write_rows(
 ) -> None:
     """Write eight prompts as JSON lines.
 
-    `columns`: `input`, `label`, `metadata` → name of the column, or None without one. `messages`:
-    prompts are chat messages; `answered`: with the assistant's answer.
+    `columns`: `input`, `label`, `metadata` → name of the column, or None without one. The column
+    `index` has the numbers of tasks, as tau-bench's files. `messages`: prompts are chat messages;
+    `answered`: with the assistant's answer.
     """
     rows = []
     for number in range(8):
@@ -211,6 +212,7 @@ def write_rows(
         if answered:
             turns.append({"role": "assistant", "content": ANSWER})
         label = VERL_LABEL if columns.get("label") == "reward_model" else ANSWER
-        values = {"input": turns if messages else text, "label": label, "metadata": metadata}
+        prompt = number if columns.get("input") == "index" else turns if messages else text
+        values = {"input": prompt, "label": label, "metadata": metadata}
         rows.append({column: values[use] for use, column in columns.items() if column})
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

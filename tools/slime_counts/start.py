@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -32,6 +33,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.megatron_flags import MODEL
 from tools.slime_counts.launches import Launch
+from tools.slime_counts.services import CODING_AGENT, ROLLOUT_BUFFER, TAU_BENCH, serving
 from tools.slime_counts.stand_ins import model_type, write_model, write_rows
 
 TIMEOUT_S = 600.0
@@ -53,13 +55,13 @@ SIZES = {
     "rollout_max_response_len": 8,
     "eval_max_response_len": 8,
     "rollout_max_prompt_len": 256,
-    "rollout_max_context_len": 4000,
+    "rollout_max_context_len": 16000,
     "eval_max_prompt_len": 256,
-    "eval_max_context_len": 4000,
-    "max_tokens_per_gpu": 4096,
-    "log_probs_max_tokens_per_gpu": 4096,
+    "eval_max_context_len": 16000,
+    "max_tokens_per_gpu": 16384,
+    "log_probs_max_tokens_per_gpu": 16384,
     "sglang_server_concurrency": 8,
-    "sglang_context_length": 4096,
+    "sglang_context_length": 16384,
     "save_interval": 2,
     "eval_interval": 2,
     "actor_num_nodes": 1,
@@ -115,6 +117,10 @@ MACHINE = (
 )
 """Flags for kernels, several GPUs and services that a machine with two CPU cores does not have."""
 FOLDERS = ("load", "save", "critic_load", "critic_save", "update_weight_disk_dir")
+ROW_METADATA: dict[str, dict[str, Any]] = {
+    "ifbench": {"instruction_id_list": ["format:no_whitespace"], "kwargs": [{}]}
+}
+"""Verifier → metadata that its rows need."""
 MODELS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
 
 
@@ -150,21 +156,23 @@ def _start(launch: Launch, checkout: Path, folder: Path) -> Start:
         return Start(FAILED, f"no stand-in: {error}")
     script = checkout / launch.name.partition("#")[0]
     paths = [str(checkout), str(script.parent), os.environ.get("PYTHONPATH", "")]
-    python_path = os.pathsep.join(filter(None, paths))
     kind = Path(_flags(tuple(words))["hf_checkpoint"][0]).name
     if kind in OWN_CODE:
         words.append("model.source.trust_remote_code=true")
-    try:
-        check_served(kind, "engine", trusts_code=True)
-    except ConfigError as error:
-        return _start_trainer(words, str(error), folder, checkout, python_path)
-    with _servers(words, folder) as served:
-        problem = _train(served, folder, checkout, python_path, "output.txt")
+    with serving(words, checkout, folder) as variables:
+        first = variables.get("PYTHONPATH", "")
+        environment = {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [first, *paths]))}
+        try:
+            check_served(kind, "engine", trusts_code=True)
+        except ConfigError as error:
+            return _start_trainer(words, str(error), folder, checkout, environment)
+        with _servers(words, folder) as served:
+            problem = _train(served, folder, checkout, environment, "output.txt")
     return Start(FAILED if problem else STARTED, problem)
 
 
 def _start_trainer(
-    words: list[str], problem: str, folder: Path, checkout: Path, python_path: str
+    words: list[str], problem: str, folder: Path, checkout: Path, environment: dict[str, str]
 ) -> Start:
     """Sample with a type that SGLang serves here, then train the launch's model on the rollouts.
 
@@ -172,11 +180,11 @@ def _start_trainer(
     """
     sampling = sampling_words(words, folder)
     rollouts = f"{folder.name}-rollouts"
-    problem_of_rollouts = _train(sampling, folder, checkout, python_path, "rollouts.txt", rollouts)
+    problem_of_rollouts = _train(sampling, folder, checkout, environment, "rollouts.txt", rollouts)
     if problem_of_rollouts:
         return Start(FAILED, f"rollouts of {SAMPLER}: {problem_of_rollouts}")
     training = [*words, "--load-debug-rollout-data", rollouts]
-    if failure := _train(training, folder, checkout, python_path, "training.txt"):
+    if failure := _train(training, folder, checkout, environment, "training.txt"):
         return Start(FAILED, failure)
     return Start(TRAINER_ONLY, problem)
 
@@ -215,7 +223,12 @@ def _servers(words: list[str], folder: Path) -> Iterator[list[str]]:
 
 
 def _train(
-    words: list[str], folder: Path, checkout: Path, python_path: str, output: str, run: str = ""
+    words: list[str],
+    folder: Path,
+    checkout: Path,
+    environment: dict[str, str],
+    output: str,
+    run: str = "",
 ) -> str:
     """Run `rlpipe train` with its output in `output`, and check its records.
 
@@ -229,11 +242,7 @@ def _train(
         process = subprocess.Popen(
             command,
             cwd=checkout,
-            env={
-                **os.environ,
-                "PYTHONPATH": python_path,
-                "RLPIPE_HOME": str(folder.parent / "home"),
-            },
+            env={**os.environ, **environment, "RLPIPE_HOME": str(folder.parent / "home")},
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
@@ -293,6 +302,9 @@ def small_words(words: tuple[str, ...], folder: Path) -> list[str]:
         flags["global_batch_size"] = [str(min(samples, int(flags["global_batch_size"][0])))]
     if "enable_mtp_training" in flags:
         flags["mtp_num_layers"] = ["1"]  # those of the stand-in
+    if TAU_BENCH in flags.get("custom_generate_function_path", ()):
+        # The environment gives the rewards, and a stand-in never solves a task.
+        flags.pop("dynamic_sampling_filter_path", None)
     if "rollout_stop_token_ids" in flags:
         flags["rollout_stop_token_ids"] = ["1"]
     _use_models(flags, folder)
@@ -360,11 +372,17 @@ def _stand_in(kind: str, folder: Path) -> str:
 
 def _use_rows(flags: dict[str, list[str]], folder: Path, *, needs_answers: bool) -> None:
     """Replace prompt files by rows with the same columns."""
-    is_chat = needs_answers or "apply_chat_template" in flags
+    functions = flags.get("rollout_function_path", [])
+    # The server of the rollout buffer reads messages from the prompt file itself.
+    is_chat = needs_answers or "apply_chat_template" in flags or ROLLOUT_BUFFER in functions
     # Random rewards where a filter needs groups with different ones: the stand-in is never right.
-    metadata = {"rm_type": "random"} if "dynamic_sampling_filter_path" in flags else {}
+    metadata: dict[str, Any] = {}
+    if "dynamic_sampling_filter_path" in flags:
+        metadata = {"rm_type": "random"}
+    if CODING_AGENT in flags.get("custom_generate_function_path", ()):
+        metadata = {"image": "stand-in", "workdir": "/workspace", "eval_cmd": "true"}
 
-    def rows(name: str, prefix: str) -> str:
+    def rows(name: str, prefix: str, metadata: dict[str, Any] = metadata) -> str:
         def column(flag: str, default: str | None) -> str | None:
             of_run = flags.get(flag, [default])
             return flags.get(f"{prefix}{flag}", of_run)[0]
@@ -385,7 +403,9 @@ def _use_rows(flags: dict[str, list[str]], folder: Path, *, needs_answers: bool)
     if "eval_config" in flags:
         content = yaml.safe_load(Path(flags["eval_config"][0]).read_text(encoding="utf-8"))
         for dataset in content["eval"]["datasets"]:
-            dataset |= {"path": rows("test.jsonl", "eval_"), "n_samples_per_eval_prompt": 1}
+            of_set = ROW_METADATA.get(dataset.get("rm_type", ""), metadata)
+            path = rows(f"{dataset['name']}.jsonl", "eval_", of_set)
+            dataset |= {"path": path, "n_samples_per_eval_prompt": 1}
         content["eval"].setdefault("defaults", {})["max_response_len"] = 8
         flags["eval_config"] = [str(folder / "eval.yaml")]
         (folder / "eval.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
