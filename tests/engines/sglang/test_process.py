@@ -326,6 +326,8 @@ def test_the_error_of_an_engine_on_a_too_small_gpu_names_the_settings(tmp_path, 
 def test_the_error_of_a_server_that_is_not_ready_in_time_names_the_server(tmp_path):
     router = Router(EngineConfig(), port=None, log_path=tmp_path / "log")
     router.start()
+    assert router.pid is not None
+    os.kill(router.pid, signal.SIGSTOP)  # it may be ready as soon as this process asks
     with pytest.raises(
         DeadlineExceeded,
         match=f"(?s)sglang-router {router.url}: the server is not ready.*within 0 s",
