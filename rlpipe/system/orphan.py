@@ -1,7 +1,7 @@
 """Kill this process's group when its parent ends, also after `kill -9` of the parent.
 
-Entry points: `take_parent` reads the parent's PID from the command line, `end_with` starts the
-watch. Linux only (pidfd).
+Entry points: `take_parent` reads the parent's PID from the command line, `end_with` and
+`end_with_descriptor` start the watch. Linux only (pidfd).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from typing import NoReturn
 
 FLAG = "--rlpipe-parent"
 
@@ -27,24 +28,33 @@ def end_with(parent: int) -> None:
     Call it first, while the process has one thread. The caller must lead its own process group
     (`start_new_session=True`).
     """
-    # A thread would not run: the router holds the GIL while it serves. `PR_SET_PDEATHSIG` fires
-    # when the parent's *thread* ends, and Ray runs an actor's calls on threads that end.
-    leader = os.getpid()
-    assert os.getpgid(0) == leader, (
-        "start this process with start_new_session=True: its group is killed with it"
-    )
-    descriptors = [os.pidfd_open(leader)]
+    _require_leader()
     try:
-        descriptors.append(os.pidfd_open(parent))
+        descriptor = os.pidfd_open(parent)
     except ProcessLookupError:
         _end_group()
     # The parent may have ended before `pidfd_open`, and its PID may belong to another process.
     if os.getppid() != parent:
         _end_group()
+    end_with_descriptor(descriptor)
+    os.close(descriptor)
+
+
+def end_with_descriptor(parent: int) -> None:
+    """Do as `end_with`. `parent`: a pidfd, which stays open."""
+    _require_leader()
+    # A thread would not run: the router holds the GIL while it serves. `PR_SET_PDEATHSIG` fires
+    # when the parent's *thread* ends, and Ray runs an actor's calls on threads that end.
+    descriptor = os.pidfd_open(os.getpid())
     if os.fork() == 0:
-        _watch(descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
+        _watch([descriptor, parent])
+    os.close(descriptor)
+
+
+def _require_leader() -> None:
+    assert os.getpgid(0) == os.getpid(), (
+        "start this process with start_new_session=True: its group is killed with it"
+    )
 
 
 def _watch(descriptors: list[int]) -> None:
@@ -56,6 +66,7 @@ def _watch(descriptors: list[int]) -> None:
     _end_group()
 
 
-def _end_group() -> None:
+def _end_group() -> NoReturn:
     """Kill all processes of this group, including this one."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
+    raise AssertionError("SIGKILL ends this process")
