@@ -1,7 +1,7 @@
-"""Keep the Prefect server of a home's runs for some minutes, so that the next run starts faster.
+"""Keep a server of a home's runs for some minutes, so that the next run starts faster.
 
-A start of a server takes 4 CPU seconds and as long on the clock. All runs of a home at a time share
-one, unless their settings of Prefect differ:
+A start of a Prefect server takes 4 CPU seconds and as long on the clock. All runs of a home at a
+time share one, unless their settings of Prefect differ:
 
     /tmp/rlpipe-<user>/prefect-<home>.json    the server: process, URL, digest of its settings
     /tmp/rlpipe-<user>/prefect-<home>.lock    locked, shared, by each process that uses the server
@@ -11,6 +11,7 @@ not every shared disk has locks.
 
 The kernel releases the lock of a process that ends in any way. The server's watch tries to lock the
 file for itself. It ends the server once no process has used it for RLPIPE_PREFECT_IDLE_S seconds.
+The template of `tools.template` is kept in the same way.
 
 Entry points: `KeptServer` for runs, `make up` and `make down`; `end_when_unused` for the server.
 """
@@ -33,6 +34,9 @@ from rlpipe.errors import ConfigError
 from rlpipe.store.holders import ended, pid_space, state_and_start
 from rlpipe.system.leftovers import private_folder
 
+PREFECT = "prefect"
+TEMPLATE = "template"
+"""Kinds of servers. A template is that of `tools.template`, with the path of its sockets as URL."""
 IDLE_VARIABLE = "RLPIPE_PREFECT_IDLE_S"
 DEFAULT_IDLE_S = 300.0
 END_TIMEOUT_S = 10.0
@@ -67,11 +71,11 @@ class KeptServer:
         self._used: IO[bytes] | None = None
 
     @classmethod
-    def of_home(cls, home: Path) -> KeptServer | None:
+    def of_home(cls, home: Path, kind: str = PREFECT) -> KeptServer | None:
         """Return the server of a home; None if this user has no private folder for its record."""
         folder = private_folder()
         name = hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:16]
-        return None if folder is None else cls(folder / f"prefect-{name}")
+        return None if folder is None else cls(folder / f"{kind}-{name}")
 
     def use(self) -> None:
         """Keep the server from ending until `leave`. Waits for a server that is about to end."""

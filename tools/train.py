@@ -18,6 +18,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,7 @@ from rlpipe.config.load import (
     unused_keys,
     use_home,
 )
+from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
@@ -38,6 +40,7 @@ from rlpipe.slime.command_line import read_flags
 from rlpipe.system.imports import quick_imports
 from tools.command import parsers
 from tools.command.run_words import apply_flags, notes, option_names, read_words
+from tools.template import template_of_run
 
 
 def main() -> int:
@@ -93,10 +96,16 @@ def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
             then=partial(client.begin_cluster, config, home()),
         )
 
-    code, summary = finish(start, begin=begin, quiet=arguments.quiet)
+    template = template_of_run(home(), wanted=_starts_ray(config.resources))
+    code, summary = finish(start, begin=begin, template=template, quiet=arguments.quiet)
     if summary is not None:
         print_result(summary)
     return code
+
+
+def _starts_ray(resources: ResourcesConfig) -> bool:
+    """True if the run starts a Ray of its own, on this machine."""
+    return not resources.ray_address and os.environ.get("RAY_ADDRESS", "local") == "local"
 
 
 def print_result(summary: dict[str, Any]) -> None:
@@ -129,12 +138,13 @@ def finish(
     start: Callable[[], Awaitable[dict[str, Any]]],
     *,
     begin: Callable[[], None] = import_clients,
+    template: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it has no state
     quiet: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a flow under a Prefect server; return the exit code and the result, if any.
 
-    `begin` is called before Prefect is imported, and also while a server starts. `quiet`: the
-    terminal shows notices and errors, no progress.
+    `begin` is called before Prefect is imported, and also while a server starts. `template` is
+    entered first. `quiet`: the terminal shows notices and errors, no progress.
     """
     from tools.local_prefect import local_prefect
 
@@ -142,7 +152,7 @@ def finish(
         # User code that crashes this process leaves a stack trace.
         faulthandler.enable(file=sys.__stderr__)
     try:
-        with Screen(quiet=quiet), local_prefect(home(), begin):
+        with Screen(quiet=quiet), template, local_prefect(home(), begin):
             return run_flow(start, begin)
     except KeyboardInterrupt:
         print(

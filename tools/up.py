@@ -37,7 +37,7 @@ from rlpipe.config.load import HOME_VARIABLE, home, use_home
 from rlpipe.errors import ResourceError, RlpipeError
 from rlpipe.system import leftovers
 from tools.command import parsers
-from tools.kept_server import KeptServer
+from tools.kept_server import PREFECT, TEMPLATE, KeptServer
 from tools.local_prefect import SETTINGS, answers, free_port, listens
 from tools.local_servers import BUCKET, NAMES, LocalServers, exclusive
 from tools.s3_server import PORTS, S3Server, free_ports
@@ -329,13 +329,15 @@ def down(servers: LocalServers) -> list[str]:
     ended = [name for name in reversed(NAMES) if end(servers, name)]
     if end_kept_server(servers):
         ended.append("the Prefect server of the last run")
+    if end_kept_server(servers, TEMPLATE):
+        ended.append("the template of engines and workers")
     leftovers.sweep()
     return ended
 
 
-def end_kept_server(servers: LocalServers) -> bool:
-    """End the Prefect server of earlier runs in this home. False if none runs, or a run uses it."""
-    kept = KeptServer.of_home(servers.home)
+def end_kept_server(servers: LocalServers, kind: str = PREFECT) -> bool:
+    """End a server of earlier runs in this home. False if none runs, or a run uses it."""
+    kept = KeptServer.of_home(servers.home, kind)
     return kept is not None and kept.running and kept.end()
 
 

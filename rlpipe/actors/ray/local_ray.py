@@ -36,10 +36,11 @@ from ray.util import get_node_ip_address
 from rlpipe.actors.ray import access as ray_access
 from rlpipe.actors.ray import gpu_locks
 from rlpipe.actors.ray import watch as ray_watch
+from rlpipe.actors.ray import worker as forked_worker
 from rlpipe.actors.ray.layout import group_shapes
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, ResourceError
-from rlpipe.system import leftovers
+from rlpipe.system import forked, leftovers
 
 # The kernel limits the path of a Unix socket to 107 bytes.
 LONGEST_SOCKET_FOLDER = 107 - len(
@@ -205,6 +206,8 @@ def _without_unused_processes() -> Iterator[None]:
     parameters = ray_parameters.RayParams
     start_api_server = ray_services.start_api_server
     fewer: dict[str, Any] = {"include_log_monitor": False, "no_monitor": True}
+    if os.environ.get(forked.VARIABLE):
+        fewer["worker_path"] = forked_worker.__file__
     ray_parameters.RayParams = partial(parameters, **fewer)
     ray_services.start_api_server = lambda *_, **__: ("", None)
     try:

@@ -180,6 +180,27 @@ def _hook_all() -> None:
     hook_start()
 
 
+def load() -> None:
+    """Import everything that a server needs, for a template process (`system.template`)."""
+    import setproctitle
+
+    from rlpipe.engines.sglang.server import COMPILE, FAST_EXIT
+
+    # The first call must be in the template: it finds the place of the command line, which SGLang
+    # changes in each of its processes.
+    setproctitle.setproctitle("rlpipe template: engine")
+
+    os.environ.update(FAST_EXIT)
+    os.environ.setdefault(COMPILE, "1")
+    launch.hide_megatron()
+    launch.load(_hook_all)
+
+
+def main(argv: list[str]) -> None:
+    """Serve until killed, as `launch.main`."""
+    launch.main(argv, prepare=_hook_all)
+
+
 install()
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -189,4 +210,4 @@ if __name__ == "__mp_main__":
     hook()
 
 if __name__ == "__main__":
-    launch.main(sys.argv[1:], prepare=_hook_all)
+    main(sys.argv[1:])

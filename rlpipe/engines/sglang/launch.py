@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -30,18 +31,32 @@ def hide_megatron() -> None:
 def main(argv: list[str], prepare: Callable[[], None] | None = None) -> None:
     """Serve until killed. All child processes are ended in any case.
 
-    `prepare` is called before SGLang is imported completely.
+    `prepare`: see `load`.
     """
     parent, arguments = orphan.take_parent(argv)
     if parent is not None:
         orphan.end_with(parent)
+    run = load(prepare)
+    try:
+        run(arguments)
+    finally:
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+@cache
+def load(prepare: Callable[[], None] | None) -> Callable[[list[str]], None]:
+    """Import SGLang's server; return a function that serves with these arguments.
+
+    `prepare` is called before SGLang is imported completely. A repeated call imports nothing.
+    """
     with quick_imports():
         if prepare is not None:
             prepare()
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
-        from sglang.srt.utils import kill_process_tree
 
         # First: a module that imports a hooked function by name must get the hook.
         load_plugins()
@@ -50,10 +65,7 @@ def main(argv: list[str], prepare: Callable[[], None] | None = None) -> None:
         from rlpipe.engines.sglang.push_routes import PushRoutes
 
         PushRoutes(http_server).add_to(http_server.app)
-    try:
-        run_server(prepare_server_args(arguments))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    return lambda arguments: run_server(prepare_server_args(arguments))
 
 
 # Processes that SGLang spawns import this module again as `__mp_main__`.

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -23,6 +23,7 @@ import rlpipe
 from rlpipe.config.arguments import names
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable, ResourceError
 from rlpipe.system import orphan
+from rlpipe.system.forked import ForkedProcess, fork
 from rlpipe.system.ports import free_port
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +45,7 @@ class ServerProcess:
         self.host = host
         self.port = free_port(host) if port is None else port
         self.log_path = Path(log_path)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
@@ -68,6 +69,11 @@ class ServerProcess:
         """Return variables to add to this process's environment."""
         return {}
 
+    @property
+    def template(self) -> str | None:
+        """Name of the template process that may fork the server; None for a process of its own."""
+        return None
+
     def advice(self, log: str) -> str:
         """Return what to do about a process that ended while starting, from the end of its log."""
         return f"read {self.log_path}"
@@ -76,28 +82,38 @@ class ServerProcess:
         """Start the process and return at once. Raises: ResourceError if the port is taken."""
         require_free_port(self.host, self.port, self.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            self.module,
-            orphan.FLAG,
-            str(os.getpid()),
-            *self.arguments(),
-        ]
         # The server imports rlpipe too, from wherever this process imported it.
         source = str(Path(rlpipe.__file__).parents[1])
         paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.environment()}
+        with self.log_path.open("ab") as log:
+            self.process = self._forked(environment, log) or self._started(environment, log)
+
+    def _started(self, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self.module, orphan.FLAG, str(os.getpid())]
         # The new session makes the process the leader of its group, which `stop` and the watch of
         # `orphan` kill as a whole.
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
+        return subprocess.Popen(
+            [*command, *self.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _forked(self, environment: dict[str, str], log: IO[bytes]) -> ForkedProcess | None:
+        """Return a process of the template, which differs in the time that it needs to start."""
+        if self.template is None:
+            return None
+        with Path(os.devnull).open("rb") as nothing:
+            return fork(
+                self.template,
+                self.module,
+                self.arguments(),
+                environment=environment,
+                streams=(nothing.fileno(), log.fileno(), log.fileno()),
+                leads_session=True,
             )
 
     def wait_ready(self, deadline_s: float) -> None:

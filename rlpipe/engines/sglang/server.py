@@ -59,6 +59,8 @@ COMPILE = "TORCHDYNAMO_DISABLE"
 """Variable that disables torch.compile, also in functions that SGLang always compiles, such as the
 routing of GLM-4.5. On CPUs the first request waited for the C++ compiler: over 60 s on a busy
 machine, where health checks ended the engine, instead of 0.8 s."""
+TEMPLATE = "engine"
+"""Name of the template process of servers on CPUs (`system.template`)."""
 SLEEP_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -186,6 +188,12 @@ class Server(ServerProcess):
             if OUT_OF_MEMORY.search(log)
             else super().advice(log)
         )
+
+    @property
+    def template(self) -> str | None:
+        # Packages of the template have read `COMPILE`.
+        compiles = bool(self._arguments.get("enable_torch_compile"))
+        return TEMPLATE if self.device == "cpu" and not compiles else None
 
     def environment(self) -> dict[str, str]:
         variables = dict(FAST_EXIT)
