@@ -54,8 +54,8 @@ PR_SET_PDEATHSIG = 1
 COMMAND_ROOM = 4000
 """Length of an unused word of the template's command line: forked processes show theirs there."""
 SESSION = re.compile(
-    r"_|SHLVL|(OLD)?PWD|TERM\w*|COLUMNS|LINES|DISPLAY|WINDOWID|PYTEST_CURRENT_TEST"
-    r"|(SSH|TMUX|STY|MAKE|MFLAGS|PREFECT|XDG_SESSION|DBUS)\w*"
+    r"_|SHLVL|(OLD)?PWD|TERM\w*|COLUMNS|LINES|DISPLAY|WINDOWID|PYTEST_CURRENT_TEST|\w*SESSION\w*"
+    r"|(SSH|TMUX|STY|MAKE|MFLAGS|PREFECT|VSCODE|GNOME_TERMINAL|KONSOLE)\w*"
 )
 """Variables that may differ between two runs of one template: no package of it reads them."""
 

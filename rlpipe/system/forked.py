@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,10 @@ VARIABLE = "RLPIPE_TEMPLATE"
 ANSWER_TIMEOUT_S = 20.0
 """A template answers once it has imported its packages. Ray waits 60 s for a worker."""
 STATUS_TIMEOUT_S = 5.0
+NUM_LIMITS = 16
+"""Resource limits of Linux: 0 to RLIMIT_RTTIME."""
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+"""Signals that a parent may have ignored (`nohup`, a job of a script in the background)."""
 MAX_REQUEST_BYTES = 150_000
 """Less than the kernel's default limit of a message. Longer requests are not sent."""
 
@@ -38,6 +44,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._descriptor = descriptor
         self._connection = connection
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """Return the exit status if the process has ended, else None."""
@@ -48,20 +55,26 @@ class ForkedProcess:
         return self._status(None if timeout is None else 1000 * timeout)
 
     def _status(self, timeout_ms: float | None) -> int | None:
-        if self.returncode is None:
-            ended = select.poll()
+        ended = select.poll()
+        with self._lock:
+            if self.returncode is not None:
+                return self.returncode
             ended.register(self._descriptor, select.POLLIN)
-            if not ended.poll(timeout_ms):
-                return None
-            # A killed template sends no status.
-            status = -signal.SIGKILL
-            self._connection.settimeout(STATUS_TIMEOUT_S)
-            with suppress(OSError, ValueError):
-                status = int(self._connection.recv(64))
-            self.returncode = status
-            self._connection.close()
-            os.close(self._descriptor)
-        return self.returncode
+        if not ended.poll(timeout_ms):
+            return None
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._received()
+                self._connection.close()
+                os.close(self._descriptor)
+            return self.returncode
+
+    def _received(self) -> int:
+        """Return the status that the template sends. A killed template sends none."""
+        self._connection.settimeout(STATUS_TIMEOUT_S)
+        with suppress(OSError, ValueError):
+            return int(self._connection.recv(64))
+        return -signal.SIGKILL
 
 
 def fork(
@@ -121,12 +134,15 @@ def _answer(connection: socket.socket) -> tuple[int, int]:
 
 def _inherited() -> dict[str, Any]:
     """Return what a child process of this one would inherit besides its environment."""
-    mask = os.umask(0o077)
-    os.umask(mask)
+    # Not from `os.umask`, which would change the mask for a moment, also for other threads.
+    status = Path("/proc/self/status").read_text()
     return {
         "folder": str(Path.cwd()),
-        "path": sys.path,
-        "umask": mask,
+        "path": [str(path) for path in sys.path],
+        "umask": int(status.partition("Umask:")[2].split()[0], 8),
         "affinity": sorted(os.sched_getaffinity(0)),
         "nice": os.nice(0),
+        "limits": [resource.getrlimit(number) for number in range(NUM_LIMITS)],
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "ignored": [name for name in SIGNALS if signal.getsignal(name) == signal.SIG_IGN],
     }

@@ -22,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import selectors
 import signal
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.system import orphan
+from rlpipe.system.forked import SIGNALS
 
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -223,6 +225,12 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> Request:
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["affinity"])
     os.nice(request["nice"] - os.nice(0))
+    for number, limit in enumerate(request["limits"]):
+        resource.setrlimit(number, limit)
+    for name in SIGNALS:
+        usual = signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL
+        signal.signal(name, signal.SIG_IGN if name in request["ignored"] else usual)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     sys.path[:] = request["path"]
     sys.argv = [str(importlib.import_module(request["module"]).__file__), *request["arguments"]]
     _show(environment, [sys.executable, "-m", request["module"], *request["arguments"]])
@@ -248,19 +256,23 @@ def _show(environment: dict[str, str], command: list[str]) -> None:
 
 def _use_threads(environment: dict[str, str]) -> None:
     """Set what libraries of a new process read or draw when they are loaded."""
-    cpus = len(os.sched_getaffinity(0))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or cpus))
+        torch.set_num_threads(_threads(environment, "OMP_NUM_THREADS"))
     for path in _loaded_openblas():
         library = ctypes.CDLL(path)
         for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads"):
             if hasattr(library, name):
-                threads = environment.get(
-                    "OPENBLAS_NUM_THREADS", environment.get("OMP_NUM_THREADS")
-                )
-                getattr(library, name)(int(threads or cpus))
+                threads = _threads(environment, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+                getattr(library, name)(threads)
+
+
+def _threads(environment: dict[str, str], *variables: str) -> int:
+    """Return the number of the first variable that is set, else the number of CPUs."""
+    # OMP_NUM_THREADS may have a number for each level of nesting.
+    texts = (environment.get(name, "").partition(",")[0] for name in variables)
+    return next((int(text) for text in texts if text.isdecimal()), len(os.sched_getaffinity(0)))
 
 
 def _loaded_openblas() -> set[str]:

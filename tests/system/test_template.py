@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -35,7 +38,7 @@ if sys.argv[2] == "late":
 sys.exit(template.serve().run())
 """
 PROGRAM = """
-import json, os, sys, time
+import ctypes, json, os, resource, signal, sys, time
 import numpy
 def main(arguments):
     if arguments[0] == "sleep":
@@ -44,6 +47,11 @@ def main(arguments):
     own = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}
     own |= {"path": sys.path, "mask": os.umask(0), "main": sys.modules["__main__"].__name__}
     own |= {"leads": [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid()]}
+    own |= {"limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
+    own |= {"blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))}
+    own |= {"ignored": signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}
+    paths = [line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line]
+    own |= {"threads": ctypes.CDLL(paths[0]).scipy_openblas_get_num_threads64_()}
     own |= {"number": numpy.random.random(), "files": len(os.listdir("/proc/self/fd"))}
     print(json.dumps(own), flush=True)
     return int(arguments[0])
@@ -90,7 +98,10 @@ def template(
 
 
 def run(
-    output: Path, *arguments: str, leads_session: bool = False, **variables: str
+    output: Path,
+    *arguments: str,
+    leads_session: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> ForkedProcess | None:
     """Start the cheap program from the template, with its output in a file."""
     with output.open("wb") as file, Path(os.devnull).open("rb") as nothing:
@@ -106,10 +117,25 @@ def run(
 
 def sleeping(output: Path, raylet: str = "") -> ForkedProcess:
     """Start a forked process that sleeps."""
-    process = run(output, "sleep", RAY_RAYLET_PID=raylet)
+    process = run(output, "sleep", variables={"RAY_RAYLET_PID": raylet})
     assert process is not None
     wait_until(lambda: output.read_text() == "sleeps\n")
     return process
+
+
+@contextmanager
+def changed_limits() -> Iterator[None]:
+    """Give this process 200 open files, a blocked and an ignored signal."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        signal.signal(signal.SIGHUP, handler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
@@ -121,7 +147,10 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 def test_a_forked_process_has_what_its_client_gives_it(tmp_path: Path, template):
     template()
-    process = run(tmp_path / "out", "3", "--two", leads_session=True, TMPDIR="/x")
+    with changed_limits():
+        process = run(
+            tmp_path / "out", "3", "--two", leads_session=True, variables={"TMPDIR": "/x"}
+        )
     assert process is not None
     assert process.wait() == process.poll() == process.returncode == 3
     own = json.loads((tmp_path / "out").read_text())
@@ -132,6 +161,7 @@ def test_a_forked_process_has_what_its_client_gives_it(tmp_path: Path, template)
     mask = os.umask(0)
     os.umask(mask)
     assert own["mask"] == mask
+    assert (own["limit"], own["blocked"], own["ignored"]) == (200, [signal.SIGUSR1], True)
     # Besides the standard streams: `another`, and the list of files itself.
     assert own["files"] == 5
 
@@ -154,6 +184,24 @@ def test_lists_of_processes_show_the_environment_of_a_forked_process(tmp_path: P
     assert psutil.Process(process.pid).environ() == {"PATH": "/bin", "RAY_RAYLET_PID": "4711"}
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, len(os.sched_getaffinity(0))),
+        ({"OMP_NUM_THREADS": "3,2"}, 3),
+        ({"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "5"}, 5),
+        ({"OPENBLAS_NUM_THREADS": "many", "OMP_NUM_THREADS": "4"}, 4),
+    ],
+)
+def test_libraries_have_the_threads_of_the_environment(
+    tmp_path: Path, template, variables: dict[str, str], threads: int
+):
+    template()
+    process = run(tmp_path / "out", "0", variables=variables)
+    assert process is not None and process.wait() == 0
+    assert json.loads((tmp_path / "out").read_text())["threads"] == threads
 
 
 def test_a_template_with_a_changed_file_or_a_thread_is_not_used(tmp_path: Path, template):

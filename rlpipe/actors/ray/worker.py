@@ -19,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
-    # For this file only: the folder of a script is not for the modules of a worker.
-    sys.path[0] = str(Path(__file__).parents[3])
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of this file, which is not for the modules of a worker
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from rlpipe.system import forked
 
@@ -73,8 +74,8 @@ def main(argv: list[str]) -> None:
 
 def _start(argv: list[str]) -> int:
     """Work in a forked process, or in this one; return the exit status."""
-    script = _script()
-    sys.path.insert(0, str(Path(script).parent))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path(_script()).parent))
     process = forked.fork(
         TEMPLATE,
         "rlpipe.actors.ray.worker",
