@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import resource
-import select
 import selectors
 import signal
 import socket
@@ -129,10 +128,8 @@ class Template:
 
     def _is_usable(self, client: _Client) -> bool:
         """True if a fork for this client is equal to a usual start."""
-        has_left = bool(select.select([client.connection], [], [], 0)[0])
         return (
-            not has_left
-            and len(client.descriptors) == NUM_DESCRIPTORS
+            len(client.descriptors) == NUM_DESCRIPTORS
             and client.request["nice"] >= os.nice(0)
             and len(list(Path("/proc/self/task").iterdir())) == 1
         )
@@ -256,8 +253,8 @@ def _show(environment: dict[str, str], command: list[str]) -> None:
 
 def _use_threads(environment: dict[str, str]) -> None:
     """Set what libraries of a new process read or draw when they are loaded."""
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
+    if random := sys.modules.get("numpy.random"):
+        random.seed()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(_threads(environment, "OMP_NUM_THREADS"))
     for path in _loaded_openblas():

@@ -28,7 +28,7 @@ from rlpipe.system.template import Template, listening
 began_s = time.time()
 listener = listening(Path(f"{sys.argv[1]}-cheap"))
 another = listener.dup()  # as the process has that watches a template
-import numpy, program
+import numpy.random, program
 if sys.argv[2] == "thread":
     threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
 template = Template(listener, began_s)
