@@ -77,7 +77,11 @@ def any_in_row(
     lists = combined(column)
     if pa.types.is_map(lists.type):
         lists = pa.ListArray.from_arrays(lists.offsets, lists.items)
-    count = np.concatenate([[0], np.cumsum(predicate(to_numpy(lists.flatten())))])
+    flags = predicate(to_numpy(lists.flatten()))
+    # The usual case: the sums below take most of the time of a check.
+    if not flags.any():
+        return np.zeros(len(lists), bool)
+    count = np.concatenate([[0], np.cumsum(flags)])
     ends = np.cumsum(lengths(lists))
     return np.diff(count[ends], prepend=0) > 0
 

@@ -11,9 +11,11 @@ Parquet: zstd at level 1; ids and log-probs are split by byte, repeated strings 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -69,26 +71,93 @@ def decode(data: bytes, where: str, names: Sequence[str] | None = None) -> pa.Ta
     Of some columns only the rules between these are checked. Raises: ObjectCorrupt naming `where`
     and the row.
     """
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        found = file.schema_arrow
+    return StoredTable(data, where).read(names)
+
+
+class StoredTable:
+    """A stored table in Parquet bytes, from which columns and rows are read."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        """`where`: name of the bytes in errors. Raises: ObjectCorrupt for another schema."""
+        self.where = where
+        with _readable_parquet(where):
+            self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+            found = self._file.schema_arrow
         schema = _schema_of(found)
-        if schema is None or not _readable(found, schema) or set(names or ()) - set(schema.names):
-            raise ObjectCorrupt(
-                "the Parquet file has another schema",
-                where=where,
-                found=found.names,
-                expected=_expected(found, names or ()),
-            )
-        wanted = schema.names if names is None else with_companions(schema, set(names))
-        stored = file.read(columns=[name for name in wanted if name in found.names])
-        table = _completed(stored, schema, wanted)
-        # Offsets of a damaged file may point outside the values, and would crash later code.
-        table.validate(full=True)
+        if schema is None or not _readable(found, schema):
+            raise self._other_schema()
+        self.schema: pa.Schema = schema
+        self.stored_names: list[str] = found.names
+        """Columns of the file. Those of the schema that it lacks are null."""
+
+    @property
+    def num_rows(self) -> int:
+        return self._file.metadata.num_rows
+
+    def read(self, names: Sequence[str] | None = None) -> pa.Table:
+        """Return all rows, checked. Arguments and errors as `decode`."""
+        if set(names or ()) - set(self.schema.names):
+            raise self._other_schema(names or ())
+        wanted = self.schema.names if names is None else with_companions(self.schema, set(names))
+        table = self._checked(wanted, None)
+        return table if names is None else table.select(list(names))
+
+    def read_part(self, names: Sequence[str], rows: np.ndarray | None = None) -> pa.Table:
+        """Return these columns, with the keys, of some rows.
+
+        `rows`: ascending row numbers; None: all. Only row groups with such rows are decoded. The
+        rules are checked between the columns that are read. Raises: ObjectCorrupt.
+        """
+        wanted = {"group_id", "index", *names}
+        return self._checked([name for name in self.schema.names if name in wanted], rows)
+
+    def _checked(self, names: Sequence[str], rows: np.ndarray | None) -> pa.Table:
+        stored = [name for name in names if name in self.stored_names]
+        with _readable_parquet(self.where):
+            if rows is None:
+                table = self._file.read(columns=stored)
+                taken = None
+            else:
+                groups, taken = self._row_groups(rows)
+                table = self._file.read_row_groups(groups, columns=stored)
+            table = _completed(table, self.schema, names)
+            # Offsets of a damaged file may point outside the values, and would crash later code.
+            table.validate(full=True)
+            if taken is not None and len(taken) < table.num_rows:
+                table = table.take(pa.array(taken))
+        check(table, self.where, ObjectCorrupt)
+        return table
+
+    def _row_groups(self, rows: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Return the row groups that have these rows, and the positions of the rows in them."""
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        group_of_row = np.searchsorted(ends, rows, side="right")
+        groups = np.unique(group_of_row)
+        read = np.array(sizes, np.int64)[groups]
+        before = np.cumsum(read) - read
+        position = np.searchsorted(groups, group_of_row)
+        starts = (ends - sizes)[groups]
+        return groups.tolist(), before[position] + rows - starts[position]
+
+    def _other_schema(self, names: Sequence[str] = ()) -> ObjectCorrupt:
+        found = self._file.schema_arrow
+        return ObjectCorrupt(
+            "the Parquet file has another schema",
+            where=self.where,
+            found=found.names,
+            expected=_expected(found, names),
+        )
+
+
+@contextmanager
+def _readable_parquet(where: str) -> Iterator[None]:
+    """Raises: ObjectCorrupt naming `where` for an error of Arrow."""
+    try:
+        yield
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ObjectCorrupt("not a readable Parquet file", where=where, found=error) from error
-    check(table, where, ObjectCorrupt)
-    return table if names is None else table.select(list(names))
 
 
 def _readable(found: pa.Schema, schema: pa.Schema) -> bool:
