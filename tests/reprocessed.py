@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.batch.build import fix_batch, with_advantages
+from rlpipe.batch.build import fix_batch
+from rlpipe.batch.estimate import with_advantages
 from rlpipe.batch.files import write_batch, write_rewards
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
@@ -31,6 +32,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.shards import ShardWriter
 from rlpipe.store.plans import Plans
 from rlpipe.types import Commit, DataState, Node, Plan, PlannedGroup, Sample, Stage, Status
+from tests.rows import rows_of
 from tests.store.lineage import make_node
 
 FILTER = "rlpipe.rollout.filters.reward_nonzero_std"
@@ -211,7 +213,8 @@ class History:
         reward: Node,
         k: int,
     ) -> Node:
-        batch = fix_batch(samples, rows, accepted=accepted, scored=True, version=k)
+        chosen = fix_batch(rows_of(samples), rows, accepted=accepted, scored=True, version=k)
+        batch = chosen.batch(with_samples=bool(self.config.advantage.hooks))
         noise = np.random.default_rng(k).normal(0, 0.01, batch.columns.num_response_tokens)
         assert batch.columns.rollout_log_probs is not None
         columns = batch.columns.with_columns(

@@ -1,4 +1,4 @@
-"""Build the batch of an iteration from scored samples, and estimate its advantages.
+"""Choose the batch of an iteration from scored samples, and read it.
 
 `fix_batch` decides which accepted groups are trained. A group is dropped whole if one of its
 samples cannot be trained; the commit names the reason:
@@ -12,30 +12,29 @@ samples cannot be trained; the commit names the reason:
 | `stale`        | has a token in the loss that too old weights sampled                          |
 | `unrouted`     | has a token in the loss without known experts (use_rollout_routing_replay)    |
 
-`with_advantages` runs the estimator once the trainer has added the log-probs. N samples, R response
-tokens, S tokens of prompts and responses.
+`fix_batch` reads no tokens but those that a rule asks about. Each rank then reads the samples that
+it scores (`ChosenRows.columns`), and the rank that writes the batch reads all of it.
+
+N samples, R response tokens, S tokens of prompts and responses.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import torch
+import pyarrow as pa
 
-from rlpipe.algorithms import custom
-from rlpipe.algorithms.advantages import CustomEstimator, ScoredBatch, estimate
-from rlpipe.algorithms.values import Estimates
-from rlpipe.batch.columns import BatchColumns
-from rlpipe.config.algorithms import AdvantageConfig
-from rlpipe.config.hooks import rollout_id
+from rlpipe.batch.columns import BatchColumns, BatchPart, BatchSizes
+from rlpipe.batch.rows import RolloutRows, RowScalars, joined_tokens, ragged_or
 from rlpipe.errors import DataError
 from rlpipe.rewards.reward_rows import RewardRow
-from rlpipe.store.columns import hook_names
-from rlpipe.store.routed_experts import num_rows, one_per_token
+from rlpipe.store.parquet.arrays import ragged, to_numpy
+from rlpipe.store.parquet.rows import EXPERTS, table_to_samples
+from rlpipe.store.parquet.schema import SAMPLES
+from rlpipe.store.routed_experts import NOT_ROUTED
 from rlpipe.types import Sample, Status
 
 UNROUTED_HELP = (
@@ -43,11 +42,9 @@ UNROUTED_HELP = (
     "sample.rollout_routed_experts; rollouts from before train.use_rollout_routing_replay have "
     "none: use train.use_routing_replay"
 )
-NOT_ESTIMATED = ("advantages", "returns")
-"""Columns that an estimator computes, so a custom estimator does not get them."""
-
-Key = tuple[str, int]
-"""(group id, index) of a sample."""
+SCORED_COLUMNS = ("prompt_ids", "response_ids", "loss_mask")
+"""Stored columns about single tokens that every scoring pass reads."""
+UNFINISHED = (Status.ABORTED.value, Status.PENDING.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +63,7 @@ class Batch:
     staleness: np.ndarray | None = None
     """[R] int64: weight version trained − weight version that sampled; None in supervised rows."""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
-    """[N]: each with its reward and without its experts."""
+    """[N] for user functions: each with its reward and without its experts. Empty if not read."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -74,8 +71,139 @@ class Batch:
         return tuple(dict.fromkeys(self.group_ids))
 
 
+@dataclass(frozen=True, eq=False)
+class ChosenRows:
+    """The rows of a rollout that an iteration trains on, sorted by group id and index."""
+
+    rows: RolloutRows
+    chosen: np.ndarray
+    """[N] int64: their numbers in `rows`."""
+    scalars: RowScalars
+    """Of the chosen rows."""
+    sizes: BatchSizes
+    rewards: np.ndarray
+    """As in `Batch`."""
+    dropped: dict[str, str]
+    version: int
+    """The weight version that is trained."""
+    oldest: int | None
+    """Tokens that older weights sampled have loss mask 0; None: no token is masked."""
+    routed: bool
+    """True: columns include the experts that the engines chose."""
+    own_teacher: bool
+    """True: columns include the teacher's log-probs that the samples bring."""
+
+    def columns(self, samples: np.ndarray) -> BatchColumns:
+        """Return what scoring passes read of these samples: tokens, loss mask and experts.
+
+        `samples`: ascending numbers of samples in the batch.
+        """
+        names = [*SCORED_COLUMNS, *([EXPERTS] if self.routed else [])]
+        table = self.rows.read(self.chosen[samples], names)
+        return replace(self._scored_columns(table, samples), part=BatchPart(self.sizes, samples))
+
+    def batch(self, *, with_samples: bool = False) -> Batch:
+        """Return the whole batch. `with_samples`: as objects, for user functions.
+
+        Raises: DataError if a sample lacks a value that the batch needs.
+        """
+        names = [*SCORED_COLUMNS, "rollout_log_probs"]
+        if self.routed:
+            names.append(EXPERTS)
+        if self.own_teacher:
+            names.append("teacher_log_probs")
+        table = self.rows.read(self.chosen, names)
+        log_probs = self._log_probs(table["rollout_log_probs"])
+        columns = self._scored_columns(table, np.arange(len(self.chosen))).with_columns(
+            rollout_log_probs=log_probs,
+            teacher_log_probs=self._teacher_log_probs(table) if self.own_teacher else None,
+        )
+        supervised = log_probs is None
+        return Batch(
+            columns=columns,
+            group_ids=tuple(self.scalars.group_ids.tolist()),
+            indices=tuple(self.scalars.indices.tolist()),
+            rewards=self.rewards,
+            dropped=self.dropped,
+            staleness=None if supervised else staleness_of(self.scalars, self.version),
+            samples=self._samples(columns) if with_samples else (),
+        )
+
+    def _scored_columns(self, table: pa.Table, samples: np.ndarray) -> BatchColumns:
+        scalars = self.scalars.select(samples)
+        tokens, offsets = joined_tokens(table)
+        rollout = self.sizes.rollout
+        return BatchColumns(
+            tokens=tokens,
+            offsets=offsets,
+            prompt_lengths=scalars.prompt_lengths,
+            loss_mask=_loss_mask(table, scalars, self.oldest),
+            rollout=None if rollout is None else rollout[samples],
+            routed_experts=self._experts(table, scalars) if self.routed else None,
+        )
+
+    def _log_probs(self, column: pa.ChunkedArray) -> np.ndarray | None:
+        """Return [R] float32; None for supervised samples, which have none."""
+        if column.null_count == len(column):
+            return None
+        if column.null_count:
+            without = np.flatnonzero(to_numpy(column.is_null()))
+            raise DataError(
+                "some samples have log-probs of the engine and some have none",
+                where=self._where(without[0]),
+                found=f"{len(without)} of {len(column)} without",
+                expected="all or none: a batch is sampled or supervised",
+            )
+        return ragged(column)[0]
+
+    def _teacher_log_probs(self, table: pa.Table) -> np.ndarray:
+        """Return [R] float32. Raises: DataError naming a sample without them."""
+        column = table["teacher_log_probs"]
+        if column.null_count:
+            raise DataError(
+                "a sample has no log-probs of the teacher",
+                where=self._where(int(np.argmax(to_numpy(column.is_null())))),
+                expected="sample.teacher_log_probs, one for each response token "
+                "(teacher.opd_type: samples)",
+                do="set them in the generate function or in a sample hook",
+            )
+        return ragged(column)[0]
+
+    def _experts(self, table: pa.Table, scalars: RowScalars) -> np.ndarray:
+        """Return [S, W] uint16: the experts of every token, NOT_ROUTED where no engine read it.
+
+        Raises: DataError if no sample of the batch has experts, so that W is unknown.
+        """
+        width = int(self.scalars.experts_width.max())
+        if width == 0:
+            raise DataError(
+                "no sample names the experts that sampled it",
+                where="advantage",
+                found=f"{len(self.chosen)} samples",
+                do=UNROUTED_HELP,
+            )
+        values = (scalars.prompt_lengths + scalars.response_lengths) * width
+        return ragged_or(table[EXPERTS], values, NOT_ROUTED, np.uint16).reshape(-1, width)
+
+    def _samples(self, columns: BatchColumns) -> tuple[Sample, ...]:
+        names = [name for name in SAMPLES.names if name != EXPERTS]
+        samples = table_to_samples(self.rows.read(self.chosen, names))
+        masks = columns.split(columns.loss_mask.astype(np.int64))
+        rewards = self.rewards.tolist()
+        removed = self.scalars.removed.tolist()
+        for sample, mask, reward, is_removed in zip(samples, masks, rewards, removed, strict=True):
+            sample.reward = reward
+            sample.remove_sample = is_removed
+            if is_removed or self.oldest is not None:
+                sample.loss_mask = mask.tolist()
+        return tuple(samples)
+
+    def _where(self, sample: int) -> str:
+        return f"advantage/{self.scalars.group_ids[sample]}/{self.scalars.indices[sample]}"
+
+
 def fix_batch(
-    samples: Sequence[Sample],
+    rows: RolloutRows,
     rewards: Sequence[RewardRow],
     *,
     accepted: Collection[str],
@@ -85,209 +213,136 @@ def fix_batch(
     mask_stale: bool = False,
     routed: bool = False,
     own_teacher: bool = False,
-) -> Batch:
+) -> ChosenRows:
     """Return the batch of the groups that the rollout `accepted`.
 
     `scored`: a sample without a reward drops its group; supervised rows have no rewards.
     `version`: the weight version that is trained. A token that a version below
     `version - max_staleness` sampled drops its group. With `mask_stale` the token gets loss mask 0
     instead, and the group is dropped only if no token in the loss is left. `routed`: the batch has
-    the experts that the engines chose. `own_teacher`: the batch has the teacher's log-probs that
-    the samples bring.
+    the experts that the engines chose; `rows` must know the routed tokens. `own_teacher`: the batch
+    has the teacher's log-probs that the samples bring.
 
-    Raises: DataError if no group is left, or a sample lacks a value that the batch needs.
+    Raises: DataError if no group is left.
     """
     oldest = version - max_staleness
-    reward_of = {(row.group_id, row.index): row for row in rewards}
-    ordered = _ordered(samples, accepted)
+    ordered = _ordered(rows, accepted)
+    scalars = rows.scalars.select(ordered)
+    keys = scalars.keys
+    assert len(set(keys)) == len(keys), "a sample appears twice"
+    reward_of = {(row.group_id, row.index): row.reward for row in rewards}
+    values = [reward_of.get(key) if scored else 0.0 for key in keys]
+    masks = _Masks(rows, ordered, scalars, oldest if mask_stale else None)
+    is_stale = scalars.oldest_versions() < oldest
+    flags = _drop_flags(scalars, values)
+    if not mask_stale:
+        flags["stale"] = masks.with_token_older_than(oldest, is_stale)
+    if routed:
+        flags["unrouted"] = masks.with_unrouted_token()
+    dropped = _dropped(keys, flags)
     if mask_stale:
-        ordered = [_with_stale_masked(sample, oldest) for sample in ordered]
-    dropped: dict[str, str] = {}
-    for sample in ordered:
-        row = reward_of.get((sample.group_id, sample.index))
-        reason = _drop_reason(sample, row, scored=scored, oldest=oldest, routed=routed)
-        if reason:
-            dropped.setdefault(sample.group_id, reason)
-    if mask_stale:
-        masked_out = _groups_without_tokens(ordered, oldest) - dropped.keys()
-        dropped |= dict.fromkeys(masked_out, "stale")
-    kept = [sample for sample in ordered if sample.group_id not in dropped]
-    if not kept:
+        masked_out = _groups_without_tokens(scalars.group_ids, is_stale, masks) - dropped.keys()
+        dropped |= dict.fromkeys(sorted(masked_out), "stale")
+    kept = np.flatnonzero([group not in dropped for group, _ in keys])
+    if len(kept) == 0:
         raise _nothing_left(dropped)
-    values = [_reward(reward_of, sample) if scored else 0.0 for sample in kept]
-    return Batch(
-        columns=_columns(kept).with_columns(
-            routed_experts=_experts(kept) if routed else None,
-            teacher_log_probs=_teacher_log_probs(kept) if own_teacher else None,
+    chosen = scalars.select(kept)
+    return ChosenRows(
+        rows=rows,
+        chosen=ordered[kept],
+        scalars=chosen,
+        sizes=BatchSizes(
+            chosen.prompt_lengths, chosen.response_lengths, rollout=_rollout_numbers(chosen)
         ),
-        group_ids=tuple(sample.group_id for sample in kept),
-        indices=tuple(sample.index for sample in kept),
-        rewards=np.array(values, np.float64),
+        rewards=np.array([values[sample] for sample in kept.tolist()], np.float64),
         dropped=dropped,
-        staleness=staleness_of(kept, version),
-        samples=tuple(
-            replace(sample, reward=value, rollout_routed_experts=None)
-            for sample, value in zip(kept, values, strict=True)
-        ),
+        version=version,
+        oldest=oldest if mask_stale else None,
+        routed=routed,
+        own_teacher=own_teacher,
     )
 
 
-def with_advantages(
-    batch: Batch,
-    columns: BatchColumns,
-    config: AdvantageConfig,
-    hook_args: Any = None,
-    *,
-    iteration: int = 0,
-) -> BatchColumns:
-    """Return the columns with `advantages` and `returns`.
-
-    `columns`: the batch's columns with the log-probs and values of the models. `hook_args`: the
-    `args` of user functions. `iteration`: their `rollout_id`.
-
-    Raises: ValueError if the estimator needs a column that is missing; DataError if a user function
-    returns a wrong value; ConfigError if the function does not exist.
-    """
-    path = config.custom_convert_samples_to_train_data_path
-    if path is not None:
-        batch, columns = _converted(batch, columns, path, hook_args)
-    scored = ScoredBatch(
-        rewards=batch.rewards,
-        group=np.unique(np.asarray(batch.group_ids), return_inverse=True)[1],
-        rollout=columns.rollouts,
-        lengths=columns.response_lengths,
-        mask=columns.loss_mask,
-        proximal_log_probs=columns.proximal_log_probs,
-        reference_log_probs=columns.reference_log_probs,
-        teacher_log_probs=columns.teacher_log_probs,
-        values=columns.values,
-    )
-    path = config.custom_advantage_function_path
-    estimator = None if path is None else _custom_estimator(batch, columns, path, hook_args)
-    estimates = estimate(scored, config, estimator)
-    if estimates is None:
-        return columns
-    columns = columns.with_columns(advantages=estimates.advantages, returns=estimates.returns)
-    path = config.rollout_data_postprocess_path
-    return columns if path is None else _postprocessed(batch, columns, path, hook_args, iteration)
-
-
-def _converted(
-    batch: Batch, columns: BatchColumns, path: str, hook_args: Any
-) -> tuple[Batch, BatchColumns]:
-    """Return batch and columns with the values of the user's conversion of the samples."""
-    function = custom.load("custom_convert_samples_to_train_data_path", path)
-    result = custom.converted(function, hook_args, batch.samples, columns.rollouts)
-    log_probs = {name: value.astype(np.float32) for name, value in result.log_probs.items()}
-    mask = result.loss_mask.astype(columns.loss_mask.dtype)
-    columns = columns.with_columns(loss_mask=mask, **log_probs)
-    return replace(batch, rewards=result.rewards), columns
-
-
-def _postprocessed(
-    batch: Batch, columns: BatchColumns, path: str, hook_args: Any, iteration: int
-) -> BatchColumns:
-    """Return the columns after the user's post-processing of the estimated batch."""
-    function = custom.load("rollout_data_postprocess_path", path)
-    rollout_data = _rollout_data(batch, columns, batch.rewards, np.zeros(len(columns.loss_mask)))
-    for name in NOT_ESTIMATED:
-        column = getattr(columns, name)
-        parts = columns.split(column)
-        rollout_data[name] = [torch.from_numpy(part.astype(np.float32)) for part in parts]
-    estimates, mask = custom.postprocessed(
-        function,
-        hook_args,
-        rollout_id(hook_args, iteration),
-        rollout_data,
-        columns.response_lengths,
-    )
-    return columns.with_columns(
-        advantages=estimates.advantages,
-        returns=estimates.returns,
-        loss_mask=mask.astype(columns.loss_mask.dtype),
-    )
-
-
-def _custom_estimator(
-    batch: Batch, columns: BatchColumns, path: str, hook_args: Any
-) -> CustomEstimator:
-    """Return the user's estimator, which gets the batch under slime's names."""
-    function = custom.load("custom_advantage_function_path", path)
-
-    def estimator(scored: ScoredBatch, normalised: np.ndarray, kl: np.ndarray) -> Estimates:
-        rollout_data = _rollout_data(batch, columns, normalised, kl)
-        return custom.custom_estimates(function, hook_args, rollout_data, scored.lengths)
-
-    return estimator
-
-
-def _rollout_data(
-    batch: Batch, columns: BatchColumns, rewards: np.ndarray, kl: np.ndarray
-) -> dict[str, Any]:
-    """Return the batch under slime's names: a list with a tensor or a number of each sample."""
-    per_token = {
-        hook: getattr(columns, name)
-        for name, hook in hook_names().items()
-        if name not in NOT_ESTIMATED
-    }
-    per_token["kl"] = kl.astype(np.float32)
-    per_token["loss_masks"] = columns.loss_mask.astype(np.int32)
-    tokens = np.split(columns.tokens.astype(np.int64), columns.offsets[1:-1])
-    return {
-        **{
-            name: [torch.from_numpy(part.copy()) for part in columns.split(column)]
-            for name, column in per_token.items()
-            if column is not None
-        },
-        "tokens": [torch.from_numpy(part.copy()) for part in tokens],
-        "total_lengths": columns.lengths.tolist(),
-        "response_lengths": columns.response_lengths.tolist(),
-        "rewards": rewards.tolist(),
-        "raw_reward": batch.rewards.tolist(),
-        "truncated": [int(sample.truncated) for sample in batch.samples],
-        "sample_indices": list(batch.indices),
-        "group_ids": list(batch.group_ids),
-        "rollout_ids": columns.rollouts.tolist(),
-        "metadata": [sample.metadata for sample in batch.samples],
-        "source_names": [
-            sample.metadata.get("source_name") or "unknown" for sample in batch.samples
-        ],
-    }
-
-
-def _ordered(samples: Sequence[Sample], accepted: Collection[str]) -> list[Sample]:
+def _ordered(rows: RolloutRows, accepted: Collection[str]) -> np.ndarray:
+    """Return the rows of these groups, sorted by group id and index. int64."""
     groups = set(accepted)
-    ordered = sorted(
-        (sample for sample in samples if sample.group_id in groups),
-        key=lambda sample: (sample.group_id, sample.index),
-    )
-    keys = {(sample.group_id, sample.index) for sample in ordered}
-    assert len(keys) == len(ordered), "a sample appears twice"
-    return ordered
+    names = rows.scalars.group_ids.tolist()
+    indices = rows.scalars.indices.tolist()
+    members = (row for row, group in enumerate(names) if group in groups)
+    return np.array(sorted(members, key=lambda row: (names[row], indices[row])), np.int64)
 
 
-def _drop_reason(
-    sample: Sample, row: RewardRow | None, *, scored: bool, oldest: int, routed: bool
-) -> str | None:
-    if sample.status is Status.FAILED:
-        return "failed"
-    if sample.status in (Status.ABORTED, Status.PENDING):
-        return "aborted"
-    if not sample.response_ids:
-        return "empty"
-    if _has_stale_token(sample, oldest):
-        return "stale"
-    if scored and (row is None or row.reward is None):
-        return "reward_error"
-    if routed and _has_unrouted_token(sample):
-        return "unrouted"
-    return None
+class _Masks:
+    """Loss masks of candidate rows, read only for the rows that a rule asks about."""
+
+    def __init__(
+        self, rows: RolloutRows, candidates: np.ndarray, scalars: RowScalars, oldest: int | None
+    ) -> None:
+        self._rows = rows
+        self._candidates = candidates
+        self._scalars = scalars
+        self._oldest = oldest
+
+    def with_tokens(self, asked: np.ndarray) -> np.ndarray:
+        """Return one flag per candidate: it is `asked` for and has a token in the loss."""
+        sample, _ = self._tokens_in_loss(asked)
+        return np.bincount(sample, minlength=len(self._candidates)) > 0
+
+    def with_token_older_than(self, oldest: int, asked: np.ndarray) -> np.ndarray:
+        """As `with_tokens`, for a token in the loss that weights older than `oldest` sampled."""
+        sample, token = self._tokens_in_loss(asked)
+        versions = self._scalars.select(np.flatnonzero(asked)).token_versions(oldest)
+        return np.bincount(sample[versions[token] < oldest], minlength=len(self._candidates)) > 0
+
+    def with_unrouted_token(self) -> np.ndarray:
+        """Return one flag per candidate: a token in the loss has no known experts."""
+        scalars = self._scalars
+        sample, token = self._tokens_in_loss(np.ones(len(self._candidates), bool))
+        starts = np.cumsum(scalars.response_lengths) - scalars.response_lengths
+        # Token t is sampled from the row of token t - 1.
+        needed = scalars.prompt_lengths[sample] + token - starts[sample]
+        unrouted = scalars.routed_tokens[sample] < needed
+        return np.bincount(sample[unrouted], minlength=len(self._candidates)) > 0
+
+    def _tokens_in_loss(self, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens in the loss: candidate, and number among the asked ones' tokens."""
+        samples = np.flatnonzero(asked)
+        if len(samples) == 0:
+            return samples, samples
+        scalars = self._scalars.select(samples)
+        table = self._rows.read(self._candidates[samples], ["response_ids", "loss_mask"])
+        token = np.flatnonzero(_loss_mask(table, scalars, self._oldest))
+        return np.repeat(samples, scalars.response_lengths)[token], token
 
 
-def _groups_without_tokens(samples: list[Sample], oldest: int) -> set[str]:
+def _drop_flags(scalars: RowScalars, rewards: Sequence[float | None]) -> dict[str, np.ndarray]:
+    """Return one flag per sample for each reason, in the order in which reasons are named."""
+    none = np.zeros(len(rewards), bool)
+    return {
+        "failed": scalars.statuses == Status.FAILED.value,
+        "aborted": np.isin(scalars.statuses.astype(str), UNFINISHED),
+        "empty": scalars.response_lengths == 0,
+        "stale": none,
+        "reward_error": np.array([reward is None for reward in rewards], bool),
+        "unrouted": none,
+    }
+
+
+def _dropped(keys: list[tuple[str, int]], flags: dict[str, np.ndarray]) -> dict[str, str]:
+    """Return group id → reason: of a group's first sample with a flag, the first such flag."""
+    columns = np.stack([*flags.values()])
+    first = np.array([*flags])[np.argmax(columns, axis=0)]
+    dropped: dict[str, str] = {}
+    for sample in np.flatnonzero(columns.any(axis=0)).tolist():
+        dropped.setdefault(keys[sample][0], str(first[sample]))
+    return dropped
+
+
+def _groups_without_tokens(groups: np.ndarray, is_stale: np.ndarray, masks: _Masks) -> set[str]:
     """Return the groups with a stale sample in which masking left no token in the loss."""
-    in_loss = {sample.group_id for sample in samples if any(sample.loss_mask or ())}
-    return {sample.group_id for sample in samples if _is_stale(sample, oldest)} - in_loss
+    stale = set(groups[is_stale].tolist())
+    asked = np.array([group in stale for group in groups.tolist()], bool)
+    return stale - set(groups[masks.with_tokens(asked)].tolist())
 
 
 def _nothing_left(dropped: dict[str, str]) -> DataError:
@@ -302,128 +357,25 @@ def _nothing_left(dropped: dict[str, str]) -> DataError:
     )
 
 
-def _reward(reward_of: dict[Key, RewardRow], sample: Sample) -> float:
-    return reward_of[sample.group_id, sample.index].reward or 0.0
-
-
-def _loss_mask(sample: Sample) -> list[int]:
+def _loss_mask(table: pa.Table, scalars: RowScalars, oldest: int | None) -> np.ndarray:
+    """Return [R] float32 of the rows of a table. `oldest`: as `ChosenRows.oldest`."""
+    mask = ragged_or(table["loss_mask"], scalars.response_lengths, 1, np.float32)
     # A removed sample stays in its group, where its reward counts, but none of its tokens does.
-    if sample.remove_sample:
-        return [0] * len(sample.response_ids)
-    return sample.loss_mask if sample.loss_mask is not None else [1] * len(sample.response_ids)
+    if scalars.removed.any():
+        mask[np.repeat(scalars.removed, scalars.response_lengths)] = 0
+    if oldest is not None and (scalars.run_versions < oldest).any():
+        mask[scalars.token_versions(oldest) < oldest] = 0
+    return mask
 
 
-def _token_versions(sample: Sample) -> Iterator[int]:
-    """Yield the weight version that sampled each response token."""
-    for tokens, version in sample.weight_versions:
-        for _ in range(tokens):
-            yield version
-
-
-def _is_stale(sample: Sample, oldest: int) -> bool:
-    return sample.oldest_weight_version is not None and sample.oldest_weight_version < oldest
-
-
-def _has_stale_token(sample: Sample, oldest: int) -> bool:
-    if not _is_stale(sample, oldest):
-        return False
-    tokens = zip(_loss_mask(sample), _token_versions(sample), strict=True)
-    return any(mask and version < oldest for mask, version in tokens)
-
-
-def _with_stale_masked(sample: Sample, oldest: int) -> Sample:
-    """Return the sample with loss mask 0 for tokens that weights older than `oldest` sampled."""
-    mask = _loss_mask(sample)
-    if _is_stale(sample, oldest):
-        tokens = zip(mask, _token_versions(sample), strict=True)
-        mask = [value * int(version >= oldest) for value, version in tokens]
-    return replace(sample, loss_mask=mask)
-
-
-def staleness_of(samples: Sequence[Sample], version: int) -> np.ndarray | None:
-    """Return `Batch.staleness` of these samples. `version`: the weight version that is trained."""
-    if any(sample.rollout_log_probs is None for sample in samples):
-        return None
+def staleness_of(scalars: RowScalars, version: int) -> np.ndarray:
+    """Return `Batch.staleness` of these rows. `version`: the weight version that is trained."""
     # A sample without recorded versions counts as sampled by the weights that are trained.
-    runs = [
-        (tokens, version - sampled_by)
-        for sample in samples
-        for tokens, sampled_by in sample.weight_versions or [(len(sample.response_ids), version)]
-    ]
-    ages = np.array([age for _, age in runs], np.int64)
-    return np.repeat(ages, [tokens for tokens, _ in runs])
+    return version - scalars.token_versions(version)
 
 
-def _columns(samples: list[Sample]) -> BatchColumns:
-    without = [sample for sample in samples if sample.rollout_log_probs is None]
-    if 0 < len(without) < len(samples):
-        raise DataError(
-            "some samples have log-probs of the engine and some have none",
-            where=f"advantage/{without[0].group_id}/{without[0].index}",
-            found=f"{len(without)} of {len(samples)} without",
-            expected="all or none: a batch is sampled or supervised",
-        )
-    log_probs = None if without else [sample.rollout_log_probs or [] for sample in samples]
-    columns = BatchColumns.from_lists(
-        [sample.prompt_ids for sample in samples],
-        [sample.response_ids for sample in samples],
-        loss_mask=[_loss_mask(sample) for sample in samples],
-        rollout_log_probs=log_probs,
-    )
-    return columns.with_columns(rollout=_rollout_numbers(samples))
-
-
-def _rollout_numbers(samples: list[Sample]) -> np.ndarray:
+def _rollout_numbers(scalars: RowScalars) -> np.ndarray:
     """Return [N] int64: equal numbers for the samples that one rollout fanned out into."""
-    keys = [
-        (sample.group_id, sample.index if sample.rollout_id is None else sample.rollout_id)
-        for sample in samples
-    ]
+    keys = list(zip(scalars.group_ids.tolist(), scalars.rollout_ids.tolist(), strict=True))
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[key] for key in keys], np.int64)
-
-
-def _teacher_log_probs(samples: list[Sample]) -> np.ndarray:
-    """Return [R] float32. Raises: DataError naming a sample without the teacher's log-probs."""
-    parts = []
-    for sample in samples:
-        if sample.teacher_log_probs is None:
-            raise DataError(
-                "a sample has no log-probs of the teacher",
-                where=f"advantage/{sample.group_id}/{sample.index}",
-                expected="sample.teacher_log_probs, one for each response token "
-                "(teacher.opd_type: samples)",
-                do="set them in the generate function or in a sample hook",
-            )
-        parts.append(np.asarray(sample.teacher_log_probs, np.float32))
-    return np.concatenate(parts)
-
-
-def _experts(samples: list[Sample]) -> np.ndarray:
-    """Return [S, W] uint16: the experts of every token, NOT_ROUTED where no engine read it.
-
-    Raises: DataError if no sample has experts, so that W is unknown.
-    """
-    recorded = [sample.rollout_routed_experts for sample in samples]
-    known = next((experts for experts in recorded if experts is not None), None)
-    if known is None:
-        raise DataError(
-            "no sample names the experts that sampled it",
-            where="advantage",
-            found=f"{len(samples)} samples",
-            do=UNROUTED_HELP,
-        )
-    rows = [known[:0] if experts is None else experts for experts in recorded]
-    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-    return np.concatenate(
-        [one_per_token(row, length) for row, length in zip(rows, lengths, strict=True)]
-    )
-
-
-def _has_unrouted_token(sample: Sample) -> bool:
-    in_loss = np.flatnonzero(_loss_mask(sample))
-    if len(in_loss) == 0:
-        return False
-    # Token t is sampled from the row of token t - 1.
-    needed = len(sample.prompt_ids) + int(in_loss[-1])
-    return num_rows(sample.rollout_routed_experts) < needed

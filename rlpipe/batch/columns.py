@@ -3,6 +3,9 @@
 N samples, S tokens (prompts and responses), R response tokens of all samples. Sample i owns
 `tokens[offsets[i]:offsets[i + 1]]` and `column[response_offsets[i]:response_offsets[i + 1]]`. The
 columns are described in `rlpipe.store.columns`; `rlpipe.batch.files` reads and writes them.
+
+A rank may hold only some samples of a batch. Then N, S and R count these samples, and `part` has
+their numbers in the whole batch and the sizes of all its samples.
 """
 
 from __future__ import annotations
@@ -18,6 +21,53 @@ from rlpipe.store.columns import BATCH, Shape
 
 RESPONSE_COLUMNS = BATCH.named(Shape.RESPONSE)
 """Names of the columns with one value per response token, the loss mask among them."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class BatchSizes:
+    """Lengths of all samples of a batch."""
+
+    prompt_lengths: np.ndarray
+    """[N] int64."""
+    response_lengths: np.ndarray
+    """[N] int64."""
+    rollout: np.ndarray | None = None
+    """As `BatchColumns.rollout`."""
+    loss_tokens: np.ndarray | None = None
+    """[N] int64: response tokens that count. None: not read, because no loss is computed."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N]: tokens of prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def rollouts(self) -> np.ndarray:
+        """[N] int64: the number of each sample's rollout."""
+        return np.arange(len(self)) if self.rollout is None else self.rollout
+
+    @property
+    def num_tokens(self) -> int:
+        """S of the whole batch."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_response_tokens(self) -> int:
+        """R of the whole batch."""
+        return int(self.response_lengths.sum())
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class BatchPart:
+    """Samples of a batch that a rank holds."""
+
+    sizes: BatchSizes
+    """Sizes of the whole batch."""
+    samples: np.ndarray
+    """[n] int64, ascending: numbers of the held samples in the whole batch."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -54,6 +104,8 @@ class BatchColumns:
     routed_experts: np.ndarray | None = None
     """[S, W] uint16: experts of every token, W = layers with experts × experts a token;
     `routed_experts.NOT_ROUTED` where no engine read the token. None: every pass routes again."""
+    part: BatchPart | None = None
+    """Which samples these are. None: the whole batch."""
 
     def __post_init__(self) -> None:
         self._check_offsets()
@@ -75,7 +127,7 @@ class BatchColumns:
         pairs = list(zip(prompt_ids, response_ids, strict=True))
         rows = [np.asarray([*prompt, *response], np.int32) for prompt, response in pairs]
         responses = np.array([len(response) for _, response in pairs], np.int64)
-        flat: dict[str, np.ndarray] = {
+        flat: dict[str, Any] = {
             name: _flatten(name, column, responses)
             for name, column in columns.items()
             if column is not None
@@ -121,12 +173,47 @@ class BatchColumns:
         """R."""
         return len(self.tokens) - int(self.prompt_lengths.sum())
 
+    @property
+    def sizes(self) -> BatchSizes:
+        """Sizes of the whole batch."""
+        if self.part is not None:
+            return self.part.sizes
+        counted = _offsets(self.loss_mask > 0)[self.response_offsets]
+        return BatchSizes(
+            self.prompt_lengths, self.response_lengths, self.rollout, np.diff(counted)
+        )
+
+    def positions(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the positions of samples here, by their numbers in the whole batch. [n] int64."""
+        numbers = np.asarray(samples, np.int64)
+        if self.part is None:
+            return numbers
+        held = self.part.samples
+        positions = np.searchsorted(held, numbers)
+        assert (held[np.minimum(positions, len(held) - 1)] == numbers).all(), "not held"
+        return positions
+
+    def response_index(self) -> np.ndarray:
+        """Return the index of each response token into a column of the whole batch. [R] int64."""
+        if self.part is None:
+            return np.arange(self.num_response_tokens)
+        return gather_index(_offsets(self.part.sizes.response_lengths), self.part.samples)
+
+    def token_index(self) -> np.ndarray:
+        """Return the index of each token into the tokens of the whole batch. [S] int64."""
+        if self.part is None:
+            return np.arange(len(self.tokens))
+        return gather_index(_offsets(self.part.sizes.lengths), self.part.samples)
+
     def with_columns(self, **columns: np.ndarray | None) -> BatchColumns:
         """Return the same samples with other columns."""
         return replace(self, **columns)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> BatchColumns:
-        """Return these samples, in this order."""
+        """Return these samples, in this order, as a batch of their own.
+
+        `samples`: positions here.
+        """
         samples = np.asarray(samples, np.int64)
         tokens = gather_index(self.offsets, samples)
         responses = gather_index(self.response_offsets, samples)

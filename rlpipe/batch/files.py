@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
+from rlpipe.batch.build import Batch
 from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
@@ -39,10 +40,6 @@ from rlpipe.store.parquet.rows import (
 from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, make_table
 from rlpipe.store.parquet.shards import data_folder, read_rows, write_data, write_table
 from rlpipe.types import FileRecord, Node, Sample, Stage
-
-if TYPE_CHECKING:
-    # Imports torch, which processes that only read or write files do not need.
-    from rlpipe.batch.build import Batch
 
 FLOAT_COLUMNS = tuple(name for name in RESPONSE_COLUMNS if name != "loss_mask")
 """Response columns of a batch that are float32 and may be missing."""
@@ -128,7 +125,7 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
 
 def read_batch(files: Files, advantage: Node) -> BatchColumns:
     """Return the batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
-    return batch_columns(read_rows(files, advantage.files, BATCH.names))
+    return _batch_columns(read_rows(files, advantage.files, BATCH.names))
 
 
 def read_keys(files: Files, advantage: Node) -> list[tuple[str, int]]:
@@ -137,10 +134,11 @@ def read_keys(files: Files, advantage: Node) -> list[tuple[str, int]]:
     return list(zip(rows["group_id"].to_pylist(), rows["index"].to_pylist(), strict=True))
 
 
-def batch_columns(table: pa.Table) -> BatchColumns:
-    """Return the batch in the rows of an advantage node."""
+def _batch_columns(table: pa.Table) -> BatchColumns:
     tokens, offsets = ragged(table["tokens"])
-    floats = {name: ragged(table[name])[0] for name in FLOAT_COLUMNS if table[name].null_count == 0}
+    floats: dict[str, Any] = {
+        name: ragged(table[name])[0] for name in FLOAT_COLUMNS if table[name].null_count == 0
+    }
     return BatchColumns(
         tokens=tokens,
         offsets=offsets,

@@ -26,16 +26,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpipe.batch.build import Batch, fix_batch, with_advantages
+from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.estimate import with_advantages
 from rlpipe.batch.files import (
-    batch_columns,
+    read_batch,
+    read_keys,
     read_rewards,
     read_samples,
     write_batch,
     write_rewards,
 )
 from rlpipe.batch.metrics import batch_metrics
+from rlpipe.batch.rows import RolloutRows
 from rlpipe.config.data import NoReward
 from rlpipe.config.hooks import hook_digest, load_hook
 from rlpipe.config.import_check import check_imports
@@ -55,7 +58,6 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.shards import read_rows
 from rlpipe.store.records import canonical
 from rlpipe.types import Node, Sample, Stage
 
@@ -438,27 +440,25 @@ def reestimated(
 
     Raises: DataError if a user function returns a wrong value; ObjectMissing, ObjectCorrupt.
     """
-    table = read_rows(files, scored.files)
-    stored = batch_columns(table)
+    stored = read_batch(files, scored)
     if names := lacking(config, stored):
         return f"the stored batch has no {', '.join(names)}: training from the result scores it"
-    keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
+    keys = read_keys(files, scored)
     known = {group_id for group_id, _ in keys}
+    accepted = rollout.outputs["accepted"]
     try:
         batch = fix_batch(
-            read_samples(files, rollout),
+            RolloutRows.of_node(files, rollout),
             read_rewards(files, reward),
-            accepted=[group_id for group_id in rollout.outputs["accepted"] if group_id in known],
+            accepted=[group_id for group_id in accepted if group_id in known],
             scored=True,
             version=version,
             max_staleness=config.async_buffer_size,
             mask_stale=config.rollout.mask_offpolicy_in_partial_rollout,
-        )
+        ).batch(with_samples=bool(config.advantage.hooks))
     except DataError as error:
         return f"{error.problem}: {error.found}"
-    unscored = dict.fromkeys(
-        (group_id for group_id in rollout.outputs["accepted"] if group_id not in known), UNSCORED
-    )
+    unscored = {group_id: UNSCORED for group_id in accepted if group_id not in known}
     batch = replace(batch, dropped={**batch.dropped, **unscored})
     scores = _with_stored(batch, stored, keys)
     args = slime_args(config)

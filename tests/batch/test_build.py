@@ -10,22 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.batch.build import Batch, with_advantages
+from rlpipe.batch.build import Batch
 from rlpipe.batch.build import fix_batch as fix_batch_of
+from rlpipe.batch.estimate import with_advantages
 from rlpipe.batch.metrics import batch_metrics, staleness_metrics
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.routed_experts import NOT_ROUTED
 from rlpipe.types import Sample, Status
+from tests.rows import rows_of
 
 
-def fix_batch(samples, rewards, *, accepted=None, **keywords) -> Batch:
+def fix_batch(samples, rewards, *, accepted=None, routed=False, **keywords) -> Batch:
     """The batch, of all groups unless told otherwise."""
     everything = {sample.group_id for sample in samples}
     return fix_batch_of(
-        samples, rewards, accepted=everything if accepted is None else accepted, **keywords
-    )
+        rows_of(samples, routed=routed),
+        rewards,
+        accepted=everything if accepted is None else accepted,
+        routed=routed,
+        **keywords,
+    ).batch(with_samples=True)
 
 
 VERSION = 3

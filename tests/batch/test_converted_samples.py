@@ -1,4 +1,4 @@
-"""The user's conversion of samples to training data (rlpipe.batch.build)."""
+"""The user's conversion of samples to training data (rlpipe.batch.estimate)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlpipe.batch.build import with_advantages
+from rlpipe.batch.estimate import with_advantages
 from rlpipe.config.algorithms import AdvantageConfig
 from rlpipe.errors import DataError
 from tests.batch.test_build import four

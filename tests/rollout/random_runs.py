@@ -39,6 +39,7 @@ from rlpipe.store.parquet.rows import table_to_samples
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Commit, DataState, Sample, Stage
 from tests.data.test_source import FILE, LETTERS, rows
+from tests.rows import rows_of
 from tests.store.lineage import make_node
 
 
@@ -239,14 +240,14 @@ class RandomRun(Generic[W]):
         """Return the batch of an iteration; None if no group can be trained."""
         try:
             batch = fix_batch(
-                samples,
+                rows_of(samples),
                 [],
                 accepted=result.accepted,
                 scored=False,
                 version=k,
                 max_staleness=self.world.staleness,
                 mask_stale=self.world.masking,
-            )
+            ).batch()
         except DataError:
             return None
         if batch.staleness is not None:

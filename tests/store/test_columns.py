@@ -44,7 +44,7 @@ def test_the_columns_of_a_batch_are_those_of_the_table():
     fields = {field.name for field in dataclasses.fields(BatchColumns)}
     assert set(RESPONSE_COLUMNS) < fields
     assert set(BATCH.schema.names) - fields == {"group_id", "index", "prompt_len"}
-    assert fields - set(BATCH.schema.names) == {"offsets", "prompt_lengths"}
+    assert fields - set(BATCH.schema.names) == {"offsets", "prompt_lengths", "part"}
 
 
 def test_the_fields_of_a_sample_that_are_stored_have_their_names_in_the_table():

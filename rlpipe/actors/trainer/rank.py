@@ -34,10 +34,11 @@ from rlpipe.actors.trainer.checkpoints import (
 from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
 from rlpipe.actors.trainer.profiling import ProfiledPart, check_profiling, profiled
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.batch.build import Batch, fix_batch
+from rlpipe.batch.build import ChosenRows, fix_batch
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.files import read_batch, read_packing, read_rewards, read_samples
+from rlpipe.batch.files import read_batch, read_packing, read_rewards
 from rlpipe.batch.packing import PackingPlan, attention_length, plan
+from rlpipe.batch.rows import RolloutRows
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.reproducibility import facts
 from rlpipe.engines.megatron.results import TrainResult
@@ -402,13 +403,13 @@ class Rank(ABC, Generic[E]):
         reward: str,
         max_staleness: int = 0,
         mask_stale: bool = False,
-    ) -> Batch:
-        """Return the batch of scored rows for the held state `before`."""
+    ) -> ChosenRows:
+        """Return the rows of the batch for the held state `before`, without their tokens."""
         _, spec = self._require(before)
         rollout_node = self._nodes.get(Stage.ROLLOUT, rollout)
         routed = spec.train.use_rollout_routing_replay
         return fix_batch(
-            read_samples(self._files, rollout_node, routed=routed),
+            RolloutRows.of_node(self._files, rollout_node, routed=routed),
             read_rewards(self._files, self._nodes.get(Stage.REWARD, reward)),
             accepted=rollout_node.outputs["accepted"],
             scored=spec.advantage.advantage_estimator != "none",
@@ -418,6 +419,12 @@ class Rank(ABC, Generic[E]):
             routed=routed,
             own_teacher=spec.teacher is not None and spec.teacher.opd_type == "samples",
         )
+
+    def _scored_samples(self, chosen: ChosenRows) -> BatchColumns:
+        """Return the samples that this rank scores."""
+        engine, spec = self._ready()
+        limit = spec.advantage.log_probs_max_tokens_per_gpu
+        return chosen.columns(engine.scored_samples(chosen.sizes.lengths, max_tokens=limit))
 
     def _plan_packing(self, columns: BatchColumns) -> PackingPlan:
         engine, spec = self._ready()

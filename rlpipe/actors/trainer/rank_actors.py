@@ -22,11 +22,13 @@ from rlpipe.actors.trainer.pushing import Pusher
 from rlpipe.actors.trainer.rank import Address, Rank, collective
 from rlpipe.actors.trainer.scoring import critic_metrics, score_batch, with_teacher_server_scores
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.batch.build import Batch, staleness_of, with_advantages
-from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.files import read_batch, read_keys, read_samples, write_batch
+from rlpipe.batch.build import staleness_of
+from rlpipe.batch.columns import BatchColumns, BatchSizes
+from rlpipe.batch.estimate import with_advantages
+from rlpipe.batch.files import read_batch, read_keys, write_batch
 from rlpipe.batch.metrics import batch_metrics, proximal_metrics
 from rlpipe.batch.packing import number_of_steps
+from rlpipe.batch.rows import RolloutRows
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
@@ -65,16 +67,17 @@ class TrainerRank(Rank[MegatronEngine]):
         start = time.perf_counter()
         engine, spec = self._require(before)
         supervised = spec.advantage.advantage_estimator == "none"
-        batch = self._batch(before=before, version=version, **rows)
-        with self._profiled("train_log_probs", version):
-            columns = (
-                batch.columns
-                if supervised
-                else score_batch(engine, batch.columns, spec, proximal=self._scores(batch))
-            )
-        # all ranks have the same columns; one of them writes
-        if self.rank != 0:
+        chosen = self._batch(before=before, version=version, **rows)
+        # One rank holds and writes the whole batch. The others hold the samples that they score.
+        batch = chosen.batch(with_samples=bool(spec.advantage.hooks)) if self.rank == 0 else None
+        scores: dict[str, np.ndarray | None] = {}
+        if not supervised:
+            columns = batch.columns if batch else self._scored_samples(chosen)
+            with self._profiled("train_log_probs", version):
+                scores = score_batch(engine, columns, spec, proximal=self._scores(chosen.sizes))
+        if batch is None:
             return None
+        columns = batch.columns.with_columns(**scores)
         if not supervised:
             scored = with_teacher_server_scores(columns, spec)
             columns = with_advantages(
@@ -90,13 +93,13 @@ class TrainerRank(Rank[MegatronEngine]):
         seconds = time.perf_counter() - start
         return {"files": [record], "outputs": outputs, "seconds": seconds}
 
-    def _scores(self, batch: Batch) -> bool:
+    def _scores(self, batch: BatchSizes) -> bool:
         """True if the policy scores this batch before it is trained."""
         _, spec = self._ready()
         if spec.score_proximal is not None:
             return spec.score_proximal
         # User functions may give a batch more rollouts than the configuration says.
-        rollouts = len(np.unique(batch.columns.rollouts))
+        rollouts = len(np.unique(batch.rollouts))
         train = spec.train
         return number_of_steps(rollouts, train.global_batch_size, train.num_steps_per_rollout) > 1
 
@@ -112,12 +115,9 @@ class TrainerRank(Rank[MegatronEngine]):
         staleness = None
         if batch.outputs.get("metrics", {}).get("rollout/staleness/max"):
             rollout = self._nodes.get(Stage.ROLLOUT, batch.parents["rollout"])
-            samples = {
-                (sample.group_id, sample.index): sample
-                for sample in read_samples(self._files, rollout)
-            }
-            keys = read_keys(self._files, batch)
-            staleness = staleness_of([samples[key] for key in keys], version)
+            rows = RolloutRows.of_node(self._files, rollout)
+            trained = rows.numbers_of(read_keys(self._files, batch))
+            staleness = staleness_of(rows.scalars.select(trained), version)
         return proximal_metrics(columns.with_columns(proximal_log_probs=own), staleness)
 
     @collective
@@ -322,9 +322,10 @@ class CriticRank(Rank[CriticEngine]):
         Arguments as `TrainerRank.advantage`.
         """
         engine, spec = self._require(before)
-        batch = self._batch(before=before, version=version, **rows)
+        chosen = self._batch(before=before, version=version, **rows)
+        columns = self._scored_samples(chosen)
         with self._profiled("train_log_probs", version):
-            engine.values(batch.columns, max_tokens=spec.advantage.log_probs_max_tokens_per_gpu)
+            engine.values(columns, max_tokens=spec.advantage.log_probs_max_tokens_per_gpu)
 
     def _create_engine(
         self, spec: TrainerSpec, master: Address, critic_exchange: Address | None

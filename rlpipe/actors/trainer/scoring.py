@@ -34,10 +34,12 @@ SEQUENCES_AT_ONCE = 64
 
 def score_batch(
     engine: MegatronEngine, columns: BatchColumns, spec: TrainerSpec, *, proximal: bool
-) -> BatchColumns:
-    """Return the batch with the columns of all models that the trainer ranks hold.
+) -> dict[str, np.ndarray | None]:
+    """Return the columns of all models that the trainer ranks hold, by name.
 
-    `proximal`: with the policy's log-probs. Collective; the result is the same on every rank.
+    `columns`: at least the samples that this rank scores. `proximal`: with the policy's log-probs.
+    Collective. The columns are of the whole batch and equal on every rank, but for experts that
+    the engines chose: those are of `columns`.
     """
     limit = spec.advantage.log_probs_max_tokens_per_gpu
     scores = None
@@ -60,13 +62,13 @@ def score_batch(
     if spec.teacher is not None and spec.teacher.opd_type == "megatron":
         teacher = engine.score(columns, model="teacher", max_tokens=limit)
     values = engine.values(columns, max_tokens=limit) if spec.critic is not None else None
-    return columns.with_columns(
-        proximal_log_probs=scores,
-        routed_experts=experts,
-        reference_log_probs=reference,
-        teacher_log_probs=teacher,
-        values=values,
-    )
+    return {
+        "proximal_log_probs": scores,
+        "routed_experts": experts,
+        "reference_log_probs": reference,
+        "teacher_log_probs": teacher,
+        "values": values,
+    }
 
 
 def with_teacher_server_scores(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:

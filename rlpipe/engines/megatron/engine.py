@@ -330,9 +330,7 @@ class MegatronEngine(MegatronRank):
 
         def scored(prefix: str) -> np.ndarray:
             self._hooks.before_log_prob(self.trained.chunks, prefix)
-            return score_packed(
-                self.trained, packed, batch.num_response_tokens, temperature=self._temperature
-            )
+            return score_packed(self.trained, packed, batch, temperature=self._temperature)
 
         policy = scored("")
         with self._reference_weights():
@@ -354,7 +352,7 @@ class MegatronEngine(MegatronRank):
             max_tokens=max_tokens or self.max_tokens,
             forward_context=recorder.forward_context,
         )
-        return log_probs, recorder.column(len(batch.tokens))
+        return log_probs, recorder.column(batch)
 
     def values(self, batch: BatchColumns, *, max_tokens: int | None = None) -> np.ndarray:
         """Return the critic's value before every response token: [R] float32, on every rank.
@@ -362,7 +360,7 @@ class MegatronEngine(MegatronRank):
         `max_tokens`: as `score`. Raises: TrainerError without a critic.
         """
         if self._exchange is not None:
-            return self._exchange.values(None, batch.num_response_tokens)
+            return self._exchange.values(None, batch.sizes.num_response_tokens)
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
     def train(

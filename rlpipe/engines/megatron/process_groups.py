@@ -11,9 +11,11 @@ import gc
 import os
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlpipe.batch.packing import plan
 from rlpipe.config.train import ParallelConfig, TrainConfig
 from rlpipe.engines.megatron import platform, reproducibility
 from rlpipe.errors import ConfigError, TrainerError
@@ -78,6 +80,21 @@ class MegatronRank:
         An argument of `rlpipe.batch.packing.plan`.
         """
         return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
+
+    def scored_samples(self, lengths: np.ndarray, *, max_tokens: int | None = None) -> np.ndarray:
+        """Return the samples that a scoring pass of this rank reads, ascending. Not collective.
+
+        `lengths`: of all samples of the batch. `max_tokens`: as of the scoring pass.
+        """
+        micro_batches = scored_micro_batches(lengths, max_tokens or self.max_tokens)
+        return np.sort(np.array([i for micro in micro_batches for i in micro], np.int64))
+
+
+def scored_micro_batches(lengths: np.ndarray, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Return the samples of this data parallel rank's micro-batches in a scoring pass."""
+    ranks = parallel_state.get_data_parallel_world_size()
+    packing = plan(lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks)
+    return packing.steps[0][parallel_state.get_data_parallel_rank()]
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int, *, where: str) -> int:

@@ -77,9 +77,13 @@ def decode(data: bytes, where: str, names: Sequence[str] | None = None) -> pa.Ta
 class StoredTable:
     """A stored table in Parquet bytes, from which columns and rows are read."""
 
-    def __init__(self, data: bytes, where: str) -> None:
-        """`where`: name of the bytes in errors. Raises: ObjectCorrupt for another schema."""
+    def __init__(self, data: bytes, where: str, *, threads: bool = True) -> None:
+        """`where`: name of the bytes in errors. `threads`: decode columns in parallel.
+
+        Raises: ObjectCorrupt for another schema.
+        """
         self.where = where
+        self._threads = threads
         with _readable_parquet(where):
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             found = self._file.schema_arrow
@@ -93,6 +97,11 @@ class StoredTable:
     @property
     def num_rows(self) -> int:
         return self._file.metadata.num_rows
+
+    def require(self, schema: pa.Schema) -> None:
+        """Raises: ObjectCorrupt if this is not a table of this schema."""
+        if self.schema is not schema:
+            raise self._other_schema(schema.names)
 
     def read(self, names: Sequence[str] | None = None) -> pa.Table:
         """Return all rows, checked. Arguments and errors as `decode`."""
@@ -115,11 +124,13 @@ class StoredTable:
         stored = [name for name in names if name in self.stored_names]
         with _readable_parquet(self.where):
             if rows is None:
-                table = self._file.read(columns=stored)
+                table = self._file.read(columns=stored, use_threads=self._threads)
                 taken = None
             else:
                 groups, taken = self._row_groups(rows)
-                table = self._file.read_row_groups(groups, columns=stored)
+                table = self._file.read_row_groups(
+                    groups, columns=stored, use_threads=self._threads
+                )
             table = _completed(table, self.schema, names)
             # Offsets of a damaged file may point outside the values, and would crash later code.
             table.validate(full=True)

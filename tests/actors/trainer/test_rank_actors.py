@@ -15,7 +15,8 @@ from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import Batch, fix_batch
-from rlpipe.batch.files import read_rewards, read_samples, write_batch
+from rlpipe.batch.files import read_rewards, write_batch
+from rlpipe.batch.rows import RolloutRows
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
@@ -53,13 +54,13 @@ def sampled_batch(files: Files, version: int) -> tuple[str, str, Batch]:
     nodes = Nodes(files)
     rollout_node = nodes.get(Stage.ROLLOUT, rollout)
     batch = fix_batch(
-        read_samples(files, rollout_node),
+        RolloutRows.of_node(files, rollout_node),
         read_rewards(files, nodes.get(Stage.REWARD, reward)),
         accepted=rollout_node.outputs["accepted"],
         scored=True,
         version=version,
         max_staleness=1,
-    )
+    ).batch()
     return rollout, reward, batch
 
 
@@ -215,10 +216,10 @@ def test_a_batch_of_several_optimizer_steps_is_scored_first(rank: TrainerRank, t
     _, _, batch = sampled_batch(Files(tmp_path / "store"), 3)
     spec = rank._spec
     assert spec is not None and spec.train.global_batch_size == 4 and len(batch.columns) == 8
-    assert rank._scores(batch)
+    assert rank._scores(batch.columns.sizes)
     rank._spec = replace(spec, train=spec.train.model_copy(update={"global_batch_size": 8}))
-    assert not rank._scores(batch)
+    assert not rank._scores(batch.columns.sizes)
     rank._spec = replace(rank._spec, score_proximal=True)
-    assert rank._scores(batch)
+    assert rank._scores(batch.columns.sizes)
     rank._spec = replace(spec, score_proximal=False)
-    assert not rank._scores(batch)
+    assert not rank._scores(batch.columns.sizes)

@@ -101,7 +101,9 @@ def test_teacher_log_probs_of_the_samples_are_kept_without_a_request(tmp_path):
     columns = batch.with_columns(teacher_log_probs=of_samples)
     spec_of_samples = spec(tmp_path, opd_type="samples")
     policy: Any = _Policy()
-    scored = scoring.score_batch(policy, columns, spec_of_samples, proximal=True)
+    scored = columns.with_columns(
+        **scoring.score_batch(policy, columns, spec_of_samples, proximal=True)
+    )
     assert scored.teacher_log_probs is not None
     assert scored.teacher_log_probs.tolist() == of_samples.tolist()
     assert with_teacher_server_scores(scored, spec_of_samples) is scored

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.columns import BatchColumns, BatchPart
 from rlpipe.batch.packing import plan
 from rlpipe.config.model import HuggingFaceModel, ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
@@ -135,6 +136,16 @@ def engine(model_dir: str, train: TrainConfig, rank: int, world_size: int, port:
     )
 
 
+def held(batch: BatchColumns, samples: np.ndarray) -> BatchColumns:
+    """Return these samples as a rank holds them that has read no other ones."""
+    return replace(batch.select(samples), part=BatchPart(batch.sizes, samples))
+
+
+def scored(ours, batch: BatchColumns) -> BatchColumns:
+    """Return the samples that this rank scores."""
+    return held(batch, ours.scored_samples(batch.lengths))
+
+
 def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:
     """Return log-probs that differ a little from these."""
     return columns + np.random.default_rng(seed).normal(0, scale, len(columns)).astype(np.float32)
@@ -158,6 +169,7 @@ def score_and_train(
         batch = make_batch()
         results = []
         scores = ours.score(batch)
+        assert np.array_equal(ours.score(scored(ours, batch)), scores)
         for iteration in range(iterations):
             columns = batch.with_columns(
                 proximal_log_probs=near(scores, 0.2, 2 * iteration),
@@ -399,6 +411,7 @@ def value_and_train(
         batch = make_batch()
         results = []
         values = ours.values(batch)
+        assert np.array_equal(ours.values(scored(ours, batch)), values)
         batch = with_returns(
             batch.with_columns(proximal_log_probs=near(ours.score(batch), 0.2, 1)), values, 2
         )

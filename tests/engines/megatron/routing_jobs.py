@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
-from tests.engines.megatron.ranks import engine, make_batch, near
+from tests.engines.megatron.ranks import engine, make_batch, near, scored
 
 
 def routers(ours) -> list:
@@ -37,11 +38,14 @@ def record_and_replay(rank: int, world_size: int, port: int, model_dir: str, tra
         ours.load_hf()
         batch = make_batch()
         scores, experts = ours.score_and_route(batch)
+        own = scored(ours, batch)
+        assert np.array_equal(ours.score_and_route(own)[1], experts)
         again = ours.score_and_route(batch, max_tokens=32)
         disturb(ours)
         others = ours.score_and_route(batch)[1]
         batch = batch.with_columns(proximal_log_probs=near(scores, 0.2, 0), routed_experts=experts)
         replayed = ours.score(batch, replay=True)
+        assert np.array_equal(ours.score(scored(ours, batch), replay=True), replayed)
         packing = plan(
             batch.lengths,
             global_batch_size=12,

@@ -113,7 +113,7 @@ class Critic:
             num_micro_batches=len(micro_batches),
             forward_only=True,
         )
-        return assembled_column(outputs, batch.num_response_tokens)
+        return assembled_column(outputs, batch)
 
     def train(self, batch: BatchColumns, packing: PackingPlan) -> list[dict[str, float]]:
         """Take the plan's optimizer steps and return the metrics of each.

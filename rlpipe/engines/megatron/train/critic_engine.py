@@ -134,7 +134,7 @@ class CriticEngine(MegatronRank):
         """
         critic, exchange = self._open()
         values = critic.values(batch, max_tokens=max_tokens or self.max_tokens)
-        return exchange.values(values, batch.num_response_tokens)
+        return exchange.values(values, batch.sizes.num_response_tokens)
 
     def train(
         self,

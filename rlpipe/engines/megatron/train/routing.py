@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import ConfigError, DataError
@@ -185,9 +186,11 @@ class RoutingRecorder:
         finally:
             routers.reset(chunk)
 
-    def column(self, num_tokens: int) -> np.ndarray:
-        """Return [S, layers × k] uint16 on every rank. Collective."""
+    def column(self, batch: BatchColumns) -> np.ndarray:
+        """Return [S, layers × k] uint16 of the whole batch on every rank. Collective."""
         routers = self._routers
+        num_tokens = batch.sizes.num_tokens
+        index_of_batch = batch.token_index()
         result = np.zeros((num_tokens, routers.num_layers, routers.top_k), np.uint16)
         for layer in range(routers.num_layers):
             # One layer at a time bounds the device memory of the collective.
@@ -197,7 +200,7 @@ class RoutingRecorder:
             if routers.is_sender:
                 for token_index, indices in self._recorded.get(layer, ()):
                     real = np.flatnonzero(token_index >= 0)
-                    summed[torch.from_numpy(token_index[real])] = indices[
+                    summed[torch.from_numpy(index_of_batch[token_index[real]])] = indices[
                         torch.from_numpy(real)
                     ].to(summed)
             torch.distributed.all_reduce(summed)

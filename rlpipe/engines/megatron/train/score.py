@@ -14,12 +14,10 @@ import torch
 from rlpipe.engines.megatron import platform
 
 # isort: split
-from megatron.core import parallel_state
 
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.packing import plan
 from rlpipe.engines.megatron.model.build import ScoringModel
-from rlpipe.engines.megatron.process_groups import reports_token_results
+from rlpipe.engines.megatron.process_groups import reports_token_results, scored_micro_batches
 from rlpipe.engines.megatron.train.batch import MicroBatch, pack
 from rlpipe.engines.megatron.train.passes import (
     packing_slice,
@@ -40,13 +38,14 @@ def score(
 ) -> np.ndarray:
     """Return the log-prob of every response token at `temperature`: [R] float32. Collective.
 
-    The result is equal on every rank. `max_tokens`: packed tokens of a micro-batch, over all
-    context parallel ranks. `forward_context`: see `run_passes`.
+    R of the whole batch; equal on every rank. `batch`: the whole batch, or at least the samples
+    that this rank scores (`MegatronRank.scored_samples`). `max_tokens`: packed tokens of a
+    micro-batch, over all context parallel ranks. `forward_context`: see `run_passes`.
     """
     return score_packed(
         scorer,
         packed_for(scorer, batch, max_tokens),
-        batch.num_response_tokens,
+        batch,
         temperature=temperature,
         forward_context=forward_context,
     )
@@ -67,12 +66,12 @@ def packed_for(scorer: ScoringModel, batch: BatchColumns, max_tokens: int) -> li
 def score_packed(
     scorer: ScoringModel,
     micro_batches: list[MicroBatch],
-    num_response_tokens: int,
+    batch: BatchColumns,
     *,
     temperature: float,
     forward_context: ForwardContext | None = None,
 ) -> np.ndarray:
-    """Return the `score` of a packed batch with R = `num_response_tokens`. Collective."""
+    """Return the `score` of a packed batch. Collective."""
     set_training(scorer, False)
     outputs = run_passes(
         scorer,
@@ -84,31 +83,40 @@ def score_packed(
         forward_only=True,
         forward_context=forward_context,
     )
-    return assembled_column(outputs, num_response_tokens)
+    return assembled_column(outputs, batch)
 
 
 def local_micro_batches(
     scorer: ScoringModel, batch: BatchColumns, max_tokens: int
 ) -> Sequence[tuple[int, ...]]:
-    """Return this data parallel rank's samples, in micro-batches of at most `max_tokens`."""
-    ranks = parallel_state.get_data_parallel_world_size()
-    packing = plan(
-        batch.lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks
-    )
-    return scheduled(scorer, packing.steps[0][parallel_state.get_data_parallel_rank()])
+    """Return the positions in `batch` of this data parallel rank's samples, in micro-batches.
+
+    `max_tokens`: as `score`.
+    """
+    micro_batches = scored_micro_batches(batch.sizes.lengths, max_tokens)
+    return scheduled(scorer, positions_of(batch, micro_batches))
+
+
+def positions_of(
+    batch: BatchColumns, micro_batches: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Return the micro-batches with positions in `batch` for numbers of samples."""
+    return [tuple(batch.positions(samples).tolist()) for samples in micro_batches]
 
 
 def assembled_column(
-    outputs: list[tuple[np.ndarray, torch.Tensor]], num_response_tokens: int
+    outputs: list[tuple[np.ndarray, torch.Tensor]], batch: BatchColumns
 ) -> np.ndarray:
-    """Return [R] float32 on every rank. Collective.
+    """Return [R] float32 of the whole batch on every rank. Collective.
 
-    `outputs`: (response index, values) of this rank's micro-batches.
+    `outputs`: (response index in `batch`, values) of this rank's micro-batches.
     """
-    result = torch.zeros(num_response_tokens, dtype=torch.float32, device=platform.device())
+    size = batch.sizes.num_response_tokens
+    result = torch.zeros(size, dtype=torch.float32, device=platform.device())
     if reports_token_results():
+        index_of_batch = batch.response_index()
         for index, values in outputs:
-            result[torch.from_numpy(index).to(result.device)] = values
+            result[torch.from_numpy(index_of_batch[index]).to(result.device)] = values
     # Every token has one reporting rank, so the sum is the value itself.
     torch.distributed.all_reduce(result)
     return result.cpu().numpy()

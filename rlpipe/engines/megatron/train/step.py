@@ -165,7 +165,7 @@ class StepProximal:
 
     def column(self) -> np.ndarray:
         """Return [R] float32, 0 where the loss mask is 0, on every rank. Collective."""
-        return assembled_column(self._parts, self._batch.num_response_tokens)
+        return assembled_column(self._parts, self._batch)
 
 
 @contextmanager

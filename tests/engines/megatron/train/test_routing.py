@@ -176,7 +176,7 @@ def test_experts_pass_through_the_store(models, start, tmp_path):
     spec = TrainerSpec.of(
         config, model_dir=models["qwen3_moe"], store_root=str(tmp_path), work_dir=tmp_path
     )
-    columns = score_batch(ours, batch, spec, proximal=True)
+    columns = batch.with_columns(**score_batch(ours, batch, spec, proximal=True))
     files = Files(tmp_path)
     keys = range(len(batch))
     fixed = Batch(
@@ -223,7 +223,9 @@ def test_scoring_and_training_use_the_engines_experts(models, start, tmp_path):
     )
     ours.keep_reference()
     seen = watched(ours)
-    columns = score_batch(ours, batch.with_columns(routed_experts=named), spec, proximal=True)
+    columns = batch.with_columns(
+        **score_batch(ours, batch.with_columns(routed_experts=named), spec, proximal=True)
+    )
     assert columns.routed_experts is not None and np.array_equal(columns.routed_experts, named)
     ours.train(
         columns, plan(batch.lengths, global_batch_size=None, max_tokens=8192, data_parallel=1)
