@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpipe.store.columns import DERIVED, QUERY, STORED, Column, Table
+from rlpipe.store.columns import QUERY, STORED, Column, Table
+from rlpipe.store.tables.derived import DERIVED
 
 TARGET = Path(__file__).resolve().parents[1] / "rlpipe" / "store" / "COLUMNS.md"
 

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pytest
 
 from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns
-from rlpipe.store.columns import BATCH, DERIVED, REWARDS, SAMPLES, STORED, hook_names
+from rlpipe.store.columns import BATCH, REWARDS, SAMPLES, STORED, hook_names
 from rlpipe.store.parquet.rows import FIELDS
 from rlpipe.store.parquet.schema import WRITE_OPTIONS, encode, make_table
+from rlpipe.store.tables.derived import DERIVED
 from rlpipe.types import Sample
 
 TABLES = pytest.mark.parametrize("table", [*STORED, *DERIVED], ids=lambda table: table.name)

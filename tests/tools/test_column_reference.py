@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from rlpipe.store.columns import DERIVED, STORED
+from rlpipe.store.columns import STORED
+from rlpipe.store.tables.derived import DERIVED
 from tools import column_reference
 
 

@@ -23,20 +23,19 @@ import duckdb
 import pyarrow as pa
 
 from rlpipe.errors import ConfigError
-from rlpipe.store import columns
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import EXPERTS
 from rlpipe.store.parquet.schema import BATCH, SAMPLES
 from rlpipe.store.parquet.shards import read_rows
-from rlpipe.store.tables import scalars
+from rlpipe.store.tables import derived, scalars
 from rlpipe.types import Commit, Stage
 
 READERS = 8
 SETTINGS = "SET enable_external_access = false; SET lock_configuration = true"
 """A query reads these tables, and no file or address of the machine."""
-COMMITS = columns.COMMITS.schema
+COMMITS = derived.COMMITS.schema
 
 
 def run_query(files: Files, branch: str, sql: str, iterations: range | None = None) -> pa.Table:

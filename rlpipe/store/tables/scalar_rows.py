@@ -2,7 +2,7 @@
 
 `samples` has one row for each sample of the iteration's rollout, trained or not, without its
 tokens. `metrics` has the metrics that the stages recorded and the seconds that they took. The
-columns are in `rlpipe.store.columns`; `scalars` keeps the tables of a whole branch.
+columns are in `derived`; `scalars` keeps the tables of a whole branch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from rlpipe.store import columns
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.arrays import ragged
 from rlpipe.store.parquet.shards import read_rows
+from rlpipe.store.tables import derived
 from rlpipe.types import Commit, Node, Stage
 
 Key = tuple[str, int]
 """(group_id, index) of a sample."""
 
-SAMPLES = columns.SAMPLE_SCALARS.schema
-METRICS = columns.METRICS.schema
+SAMPLES = derived.SAMPLE_SCALARS.schema
+METRICS = derived.METRICS.schema
 TABLES = {"samples": SAMPLES, "metrics": METRICS}
 
 SAMPLE_COLUMNS = (
