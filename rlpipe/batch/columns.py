@@ -183,6 +183,12 @@ class BatchColumns:
             self.prompt_lengths, self.response_lengths, self.rollout, np.diff(counted)
         )
 
+    def held(self, samples: np.ndarray) -> np.ndarray:
+        """Return one flag for each number of a sample in the whole batch: it is here."""
+        if self.part is None:
+            return np.ones(len(samples), bool)
+        return np.isin(samples, self.part.samples)
+
     def positions(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the positions of samples here, by their numbers in the whole batch. [n] int64."""
         numbers = np.asarray(samples, np.int64)

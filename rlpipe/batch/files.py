@@ -23,12 +23,12 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from rlpipe.batch.build import Batch
-from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns
+from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns, BatchPart, BatchSizes
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.arrays import from_experts, from_ragged, ragged
+from rlpipe.store.parquet.arrays import from_experts, from_ragged, lengths, ragged, to_numpy
 from rlpipe.store.parquet.rows import (
     EXPERTS,
     TOKEN_COLUMNS,
@@ -37,8 +37,14 @@ from rlpipe.store.parquet.rows import (
     table_to_rewards,
     table_to_samples,
 )
-from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, make_table
-from rlpipe.store.parquet.shards import data_folder, read_rows, write_data, write_table
+from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, StoredTable, make_table
+from rlpipe.store.parquet.shards import (
+    data_folder,
+    open_tables,
+    read_rows,
+    write_data,
+    write_table,
+)
 from rlpipe.types import FileRecord, Node, Sample, Stage
 
 FLOAT_COLUMNS = tuple(name for name in RESPONSE_COLUMNS if name != "loss_mask")
@@ -99,19 +105,37 @@ def read_scored(files: Files, rollout: Node, reward: Node) -> list[Sample]:
     ]
 
 
-def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) -> FileRecord:
+def write_batch(
+    files: Files,
+    digest: str,
+    batch: Batch,
+    columns: BatchColumns,
+    shares: Sequence[Sequence[int]] | None = None,
+) -> FileRecord:
     """Write the batch file of an advantage node.
 
-    `columns`: the columns of the batch with log-probs and advantages.
+    `columns`: the columns of the batch with log-probs and advantages. `shares`: samples that the
+    ranks will read, each sample in one share. A share is a row group of the file, or several.
     """
+    shares = [share for share in shares or [range(len(columns))] if len(share)]
+    order = np.array([sample for share in shares for sample in share], np.int64)
+    assert np.array_equal(np.sort(order), np.arange(len(columns))), "shares of another batch"
+    in_order = bool((np.diff(order) > 0).all())
+    loss_tokens = columns.sizes.loss_tokens
+    assert loss_tokens is not None
+    if not in_order:
+        columns = columns.select(order)
     offsets = columns.response_offsets
     values = {
-        "group_id": list(batch.group_ids),
-        "index": list(batch.indices),
+        "group_id": [batch.group_ids[sample] for sample in order],
+        "index": [batch.indices[sample] for sample in order],
         "tokens": from_ragged(columns.tokens, columns.offsets, pa.int32()),
         "prompt_len": columns.prompt_lengths.astype(np.int32),
         "rollout": columns.rollout,
         "loss_mask": from_ragged(columns.loss_mask.astype(np.uint8), offsets, pa.uint8()),
+        "response_len": columns.response_lengths.astype(np.int32),
+        "loss_tokens": loss_tokens[order].astype(np.int32),
+        "row": None if in_order else order.astype(np.int32),
     }
     for name in FLOAT_COLUMNS:
         if (column := getattr(columns, name)) is not None:
@@ -120,18 +144,97 @@ def write_batch(files: Files, digest: str, batch: Batch, columns: BatchColumns) 
         rows = np.split(columns.routed_experts, columns.offsets[1:-1])
         values["routed_experts"] = from_experts(rows)
     table = make_table(BATCH, values, "batch")
-    return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", table)
+    row_groups = [len(share) for share in shares]
+    return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", table, row_groups)
+
+
+class StoredBatch:
+    """The batch of an advantage node: the sizes of all samples, and the columns of some.
+
+    The bytes of the whole file are read, and have the recorded sha256. Samples are decoded by row
+    groups, and the rules of the table are checked on the samples that are read.
+    """
+
+    def __init__(self, files: Files, advantage: Node) -> None:
+        """Raises: ObjectMissing, ObjectCorrupt."""
+        (self._table,) = open_tables(files, advantage.files)
+        self._table.require(BATCH)
+        self.sizes, row = _sizes(self._table)
+        """Sizes of all samples, with `loss_tokens`."""
+        self._place = np.argsort(row)
+        """[N]: row of the file of each sample."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def scored(self) -> bool:
+        """True if the batch has proximal log-probs."""
+        return self._table.has(["proximal_log_probs"])
+
+    def keys(self) -> list[tuple[str, int]]:
+        """Return (group id, index) of each sample."""
+        keys = self._table.read_part([]).take(pa.array(self._place))
+        return list(zip(keys["group_id"].to_pylist(), keys["index"].to_pylist(), strict=True))
+
+    def columns(self, samples: np.ndarray | None = None) -> BatchColumns:
+        """Return these samples, or the whole batch. Raises: ObjectCorrupt.
+
+        `samples`: their numbers, ascending.
+        """
+        if samples is None:
+            return self._read(np.arange(len(self)))
+        part = BatchPart(self.sizes, samples)
+        if len(samples) == 0 and len(self):
+            # A column that is null is null in every row, which no row would not show.
+            return replace(self._read(np.arange(1)).select([]), part=part)
+        return replace(self._read(samples), part=part)
+
+    def _read(self, samples: np.ndarray) -> BatchColumns:
+        places = self._place[samples]
+        table = self._table.read_part(BATCH.names, np.sort(places))
+        if (np.diff(places) < 0).any():
+            table = table.take(pa.array(np.argsort(np.argsort(places))))
+        return _batch_columns(table)
+
+
+def _sizes(table: StoredTable) -> tuple[BatchSizes, np.ndarray]:
+    """Return the sizes of all samples, by their numbers, and the number of each row's sample."""
+    scalars = table.read_part(["prompt_len", "rollout", "response_len", "loss_tokens", "row"])
+    if table.num_rows and scalars["response_len"].null_count:
+        lists = table.read_part(["tokens", "prompt_len", "loss_mask"])
+        prompts = to_numpy(lists["prompt_len"]).astype(np.int64)
+        responses = lengths(lists["tokens"]) - prompts
+        mask, offsets = ragged(lists["loss_mask"])
+        loss_tokens = np.diff(np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets])
+    else:
+        prompts = to_numpy(scalars["prompt_len"]).astype(np.int64)
+        responses = to_numpy(scalars["response_len"]).astype(np.int64)
+        loss_tokens = to_numpy(scalars["loss_tokens"]).astype(np.int64)
+    rollout = None if scalars["rollout"].null_count else to_numpy(scalars["rollout"])
+    if scalars["row"].null_count or table.num_rows == 0:
+        return BatchSizes(prompts, responses, rollout, loss_tokens), np.arange(table.num_rows)
+    row = to_numpy(scalars["row"]).astype(np.int64)
+    if not np.array_equal(np.sort(row), np.arange(len(row))):
+        raise ObjectCorrupt("rows of a batch have not each number once", where=table.where)
+    place = np.argsort(row)
+    sizes = BatchSizes(
+        prompts[place],
+        responses[place],
+        None if rollout is None else rollout[place],
+        loss_tokens[place],
+    )
+    return sizes, row
 
 
 def read_batch(files: Files, advantage: Node) -> BatchColumns:
     """Return the batch of an advantage node. Raises: ObjectMissing, ObjectCorrupt."""
-    return _batch_columns(read_rows(files, advantage.files, BATCH.names))
+    return StoredBatch(files, advantage).columns()
 
 
 def read_keys(files: Files, advantage: Node) -> list[tuple[str, int]]:
     """Return (group id, index) of each sample of a batch. Raises: ObjectMissing, ObjectCorrupt."""
-    rows = read_rows(files, advantage.files, ["group_id", "index"])
-    return list(zip(rows["group_id"].to_pylist(), rows["index"].to_pylist(), strict=True))
+    return StoredBatch(files, advantage).keys()
 
 
 def _batch_columns(table: pa.Table) -> BatchColumns:

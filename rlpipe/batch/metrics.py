@@ -5,6 +5,8 @@ The losses have their own metrics (`rlpipe.engines.megatron.train.step`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from rlpipe.algorithms.importance import LARGEST_LOG_RATIO
@@ -33,28 +35,87 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
     return metrics
 
 
-def proximal_metrics(columns: BatchColumns, staleness: np.ndarray | None) -> dict[str, float]:
-    """Return the metrics that compare proximal with other log-probs; {} without proximal ones.
+@dataclass(frozen=True, eq=False)
+class ProximalSums:
+    """Sums over the tokens of each sample that count, for the metrics of proximal log-probs.
 
-    `staleness`: [R], or None if the trained weights sampled all tokens. The advantage stage reports
-    these metrics; if the optimizer step computes the proximal log-probs, the train stage does.
+    A sample's sums depend on its tokens alone, and the metrics add them in the order of the
+    samples. So they are equal in all layouts of the ranks that hold the samples.
     """
-    return {
-        **reference_metrics(columns),
-        **mismatch_metrics(columns),
-        **_current_differences(columns, staleness),
-    }
+
+    values: np.ndarray
+    """[N, 6] float64: tokens; proximal − reference; proximal − rollout and its k3; tokens that the
+    trained weights sampled, and |proximal − rollout| of these."""
+    largest: np.ndarray
+    """[N] float64: the largest of these |proximal − rollout|; 0 without such tokens."""
+    reference: bool
+    """True if the batch has reference log-probs."""
+    rollout: bool
+    """True if the batch has rollout log-probs."""
+
+    @classmethod
+    def of(cls, columns: BatchColumns, staleness: np.ndarray | None) -> ProximalSums:
+        """Return the sums of these samples, which have proximal log-probs.
+
+        `staleness`: [R], or None if the trained weights sampled all tokens.
+        """
+        proximal = columns.proximal_log_probs
+        assert proximal is not None
+        sample = columns.sample_of
+        in_loss = columns.loss_mask > 0
+        size = len(columns)
+
+        def summed(values: np.ndarray, counted: np.ndarray) -> np.ndarray:
+            return np.bincount(sample[counted], values[counted], minlength=size)
+
+        sums = np.zeros((6, size))
+        largest = np.zeros(size)
+        sums[0] = summed(np.ones(len(sample)), in_loss)
+        if (reference := columns.reference_log_probs) is not None:
+            sums[1] = summed(proximal.astype(np.float64) - reference, in_loss)
+        if (rollout := columns.rollout_log_probs) is not None:
+            d = proximal.astype(np.float64) - rollout
+            current = in_loss if staleness is None else in_loss & (staleness == 0)
+            sums[2] = summed(d, in_loss)
+            sums[3] = summed(np.expm1(np.minimum(d, LARGEST_LOG_RATIO)) - d, in_loss)
+            sums[4] = summed(np.ones(len(sample)), current)
+            sums[5] = summed(np.abs(d), current)
+            np.maximum.at(largest, sample[current], np.abs(d)[current])
+        return cls(sums.T, largest, reference is not None, rollout is not None)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics that compare proximal with other log-probs.
+
+        kl = mean(ℓ − ℓ_ref),  mismatch_kl = mean(ℓ_roll − ℓ),
+        mismatch_k3_kl = mean(exp(d) − 1 − d) with d = ℓ − ℓ_roll, over the tokens that count. The
+        last two are the divergence of the sampling distribution from the trained one.
+
+        Source: slime's `--get-mismatch-metrics`, which needs a user function.
+        """
+        # NumPy adds in an order that depends on the layout in memory.
+        sums = np.ascontiguousarray(self.values.T).sum(axis=1)
+        tokens, reference, rollout, k3, current, differences = sums.tolist()
+        found: dict[str, float] = {}
+        if tokens and self.reference:
+            found["rollout/kl"] = reference / tokens
+        if tokens and self.rollout:
+            found["rollout/mismatch_kl"] = -rollout / tokens
+            found["rollout/mismatch_k3_kl"] = k3 / tokens
+        if current:
+            found["rollout/logprob_abs_diff/mean"] = differences / current
+            found["rollout/logprob_abs_diff/max"] = float(self.largest.max())
+        return found
 
 
-def reference_metrics(columns: BatchColumns) -> dict[str, float]:
-    """Return the mean of proximal − reference log-prob over the tokens that count."""
-    if columns.proximal_log_probs is None or columns.reference_log_probs is None:
+def proximal_metrics(columns: BatchColumns, staleness: np.ndarray | None) -> dict[str, float]:
+    """Return `ProximalSums.metrics` of a whole batch; {} without proximal log-probs.
+
+    `staleness`: as `ProximalSums.of`. The advantage stage reports these metrics; if the optimizer
+    step computes the proximal log-probs, the train stage does.
+    """
+    if columns.proximal_log_probs is None:
         return {}
-    in_loss = columns.loss_mask > 0
-    if not in_loss.any():
-        return {}
-    kl = columns.proximal_log_probs - columns.reference_log_probs
-    return {"rollout/kl": float(kl[in_loss].mean(dtype=np.float64))}
+    return ProximalSums.of(columns, staleness).metrics()
 
 
 def column_means(columns: BatchColumns) -> dict[str, float]:
@@ -72,24 +133,6 @@ def column_means(columns: BatchColumns) -> dict[str, float]:
         for name, column in values.items()
         if column is not None
     }
-
-
-def mismatch_metrics(columns: BatchColumns) -> dict[str, float]:
-    """Return the divergence of the sampling distribution from the trained one.
-
-    mismatch_kl = mean(ℓ_roll − ℓ),  mismatch_k3_kl = mean(exp(d) − 1 − d) with d = ℓ − ℓ_roll, over
-    the tokens that count. Empty unless both log-probs are there.
-
-    Source: slime's `--get-mismatch-metrics`, which needs a user function.
-    """
-    if columns.proximal_log_probs is None or columns.rollout_log_probs is None:
-        return {}
-    if not columns.loss_mask.any():
-        return {}
-    difference = columns.proximal_log_probs.astype(np.float64) - columns.rollout_log_probs
-    d = difference[columns.loss_mask > 0]
-    k3 = np.expm1(np.minimum(d, LARGEST_LOG_RATIO)) - d
-    return {"rollout/mismatch_kl": float(-d.mean()), "rollout/mismatch_k3_kl": float(k3.mean())}
 
 
 def zero_std_fraction(batch: Batch) -> float:
@@ -118,19 +161,4 @@ def staleness_metrics(batch: Batch, loss_mask: np.ndarray) -> dict[str, float]:
             f"staleness/{age}": float(count / len(staleness))
             for age, count in zip(ages.tolist(), counts.tolist(), strict=True)
         },
-    }
-
-
-def _current_differences(columns: BatchColumns, staleness: np.ndarray | None) -> dict[str, float]:
-    if columns.proximal_log_probs is None or columns.rollout_log_probs is None:
-        return {}
-    difference = np.abs(columns.proximal_log_probs - columns.rollout_log_probs)
-    current = columns.loss_mask > 0
-    if staleness is not None:
-        current &= staleness == 0
-    if not current.any():
-        return {}
-    return {
-        "rollout/logprob_abs_diff/mean": float(difference[current].mean()),
-        "rollout/logprob_abs_diff/max": float(difference[current].max()),
     }

@@ -118,6 +118,19 @@ def plan(
     )
 
 
+def step_samples(step: Step) -> np.ndarray:
+    """Return the samples that all ranks train in a step, ascending. int64."""
+    return np.sort(np.array([i for rank in step for micro in rank for i in micro], np.int64))
+
+
+def shares_of(packing: PackingPlan) -> list[list[int]]:
+    """Return the samples of each data parallel rank in all steps, ascending."""
+    return [
+        sorted(i for step in packing.steps for micro in step[rank] for i in micro)
+        for rank in range(packing.data_parallel)
+    ]
+
+
 def number_of_steps(rollouts: int, global_batch_size: int | None, num_steps: int | None) -> int:
     """Return the optimizer steps of a batch of `rollouts` rollouts; see `plan`."""
     return num_steps or math.ceil(rollouts / (global_batch_size or rollouts))

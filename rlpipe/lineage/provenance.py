@@ -18,14 +18,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlpipe.batch.files import read_packing
+from rlpipe.batch.files import read_keys, read_packing
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.lineage.states import state_node
 from rlpipe.store.branches import Branch, Branches, commit_name, parse_commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.shards import read_rows
 from rlpipe.store.plans import Plans
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.store.tables import scalars
@@ -267,8 +266,7 @@ def optimizer_steps(files: Files, branch: str, iteration: int) -> dict[tuple[str
     train = nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN])
     if not batch.files or not train.files:
         return {}
-    table = read_rows(files, batch.files, ["group_id", "index"])
-    keys = list(zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True))
+    keys = read_keys(files, batch)
     steps = read_packing(files, train).steps
     return {
         keys[row]: number

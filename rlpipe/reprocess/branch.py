@@ -30,8 +30,7 @@ from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.estimate import with_advantages
 from rlpipe.batch.files import (
-    read_batch,
-    read_keys,
+    StoredBatch,
     read_rewards,
     read_samples,
     write_batch,
@@ -440,10 +439,11 @@ def reestimated(
 
     Raises: DataError if a user function returns a wrong value; ObjectMissing, ObjectCorrupt.
     """
-    stored = read_batch(files, scored)
+    batch_file = StoredBatch(files, scored)
+    stored = batch_file.columns()
     if names := lacking(config, stored):
         return f"the stored batch has no {', '.join(names)}: training from the result scores it"
-    keys = read_keys(files, scored)
+    keys = batch_file.keys()
     known = {group_id for group_id, _ in keys}
     accepted = rollout.outputs["accepted"]
     try:

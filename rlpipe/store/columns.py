@@ -291,7 +291,7 @@ REWARDS = Table(
 
 BATCH = Table(
     "batch",
-    2,
+    3,
     "All that an iteration trains on. A nullable column is null in all rows or in none.",
     (
         GROUP_ID,
@@ -372,11 +372,35 @@ BATCH = Table(
             nullable=True,
             dictionary=True,
         ),
+        Column(
+            "response_len",
+            INT32,
+            "Tokens of the response. Null: not counted, version 2.",
+            ADVANTAGE,
+            nullable=True,
+        ),
+        Column(
+            "loss_tokens",
+            INT32,
+            "Tokens of the response that count in the loss. Null: not counted, version 2.",
+            ADVANTAGE,
+            nullable=True,
+        ),
+        Column(
+            "row",
+            INT32,
+            "Number of the sample in the batch, by group id and index, from 0. Packing plans have "
+            "these numbers. Null: the number of the row in the file.",
+            ADVANTAGE,
+            nullable=True,
+        ),
     ),
 )
 
 STORED = (SAMPLES, REWARDS, BATCH)
 """Tables that are Parquet files of the store."""
+EARLIER = {b"batch/2": BATCH}
+"""Kinds of earlier releases, and the tables that they are read as: they lack nullable columns."""
 
 
 def hook_names() -> dict[str, str]:

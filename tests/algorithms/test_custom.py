@@ -12,10 +12,10 @@ import torch
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.importance import correct
 from rlpipe.algorithms.objective import TokenBatch
-from rlpipe.algorithms.reduction import token_weights
 from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import AdvantageConfig, LossConfig
 from rlpipe.errors import ConfigError, DataError
+from tests.algorithms.weights import token_weights
 
 LENGTHS = np.array([2, 3])
 MASKS = [np.array([1.0, 1.0], np.float32), np.array([1.0, 0.0, 1.0], np.float32)]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from rlpipe.algorithms.importance import correct
 from rlpipe.algorithms.objective import TokenBatch, objective
-from rlpipe.algorithms.reduction import token_weights
 from rlpipe.algorithms.sequences import Sequences, local_total
 from rlpipe.config.algorithms import LossConfig
 from tests.algorithms import loops
 from tests.algorithms.batches import Ragged, ragged
+from tests.algorithms.weights import token_weights
 
 policies = st.builds(
     dict,

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.algorithms.reduction import token_weights
+from rlpipe.algorithms import reduction
 from tests.algorithms import loops
 from tests.algorithms.batches import Ragged, ragged
+from tests.algorithms.weights import token_weights
 
 LOSSES = np.array([2.0, 1.0, 1.0, 1.0])
 LENGTHS = np.array([1, 3])
@@ -81,4 +82,4 @@ def test_the_weights_of_a_step_without_masked_tokens_add_up_to_1(batch: Ragged, 
 
 def test_a_mask_of_another_length_is_refused():
     with pytest.raises(ValueError, match="mask of 3"):
-        token_weights(np.ones(3), LENGTHS)
+        reduction.token_weights(np.ones(3), LENGTHS, np.ones(2))

@@ -35,8 +35,8 @@ from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
 from rlpipe.actors.trainer.profiling import ProfiledPart, check_profiling, profiled
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import ChosenRows, fix_batch
-from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.files import read_batch, read_packing, read_rewards
+from rlpipe.batch.columns import BatchColumns, BatchSizes
+from rlpipe.batch.files import StoredBatch, read_packing, read_rewards
 from rlpipe.batch.packing import PackingPlan, attention_length, plan
 from rlpipe.batch.rows import RolloutRows
 from rlpipe.engines.megatron.engine import MegatronEngine
@@ -235,8 +235,10 @@ class Rank(ABC, Generic[E]):
         engine, spec = self._require(before)
         start = time.perf_counter()
         batch = self._nodes.get(Stage.ADVANTAGE, advantage)
-        columns = read_batch(self._files, batch)
-        packing = self._recorded_packing(key) or self._plan_packing(columns)
+        stored = StoredBatch(self._files, batch)
+        packing = self._recorded_packing(key) or self._plan_packing(stored.sizes)
+        whole = engine.reads_whole_batch(scored=stored.scored)
+        columns = stored.columns(None if whole else engine.trained_samples(packing))
         version = weight_version(self._nodes, before)
         # before the first step: after a crash in the middle the state has no name
         self.dirty = True
@@ -250,10 +252,10 @@ class Rank(ABC, Generic[E]):
         self._refresh_reference(version + 1)
         result = {
             "steps": steps.steps,
-            "metrics": self._metrics_of(batch, columns, steps, version),
+            "metrics": self._metrics_of(batch, stored, columns, steps, version),
             "state_digest": steps.state_digest,
             "packing": packing.model_dump(),
-            "tokens": len(columns.tokens),
+            "tokens": stored.sizes.num_tokens,
             "machine": facts(spec.model.dtype),
             "seconds": time.perf_counter() - start,
         }
@@ -385,9 +387,17 @@ class Rank(ABC, Generic[E]):
         """Copy the held weights to the reference, if weight version `version` refreshes it."""
 
     def _metrics_of(
-        self, batch: Node, columns: BatchColumns, steps: TrainResult, version: int
+        self,
+        batch: Node,
+        stored: StoredBatch,
+        columns: BatchColumns,
+        steps: TrainResult,
+        version: int,
     ) -> dict[str, float]:
-        """Return the metrics of a trained batch that its advantage node could not have."""
+        """Return the metrics of a trained batch that its advantage node could not have.
+
+        `columns`: the samples that this rank has read. Collective.
+        """
         return {}
 
     def _checkpoint_prefix(self, prefix: str) -> str:
@@ -426,16 +436,16 @@ class Rank(ABC, Generic[E]):
         limit = spec.advantage.log_probs_max_tokens_per_gpu
         return chosen.columns(engine.scored_samples(chosen.sizes.lengths, max_tokens=limit))
 
-    def _plan_packing(self, columns: BatchColumns) -> PackingPlan:
+    def _plan_packing(self, sizes: BatchSizes) -> PackingPlan:
         engine, spec = self._ready()
         model_config = json.loads((Path(spec.model_dir) / "config.json").read_text())
         return plan(
-            columns.lengths,
+            sizes.lengths,
             global_batch_size=spec.train.global_batch_size,
             max_tokens=engine.max_tokens,
             data_parallel=engine.data_parallel,
             num_steps=spec.train.num_steps_per_rollout,
-            rollout=columns.rollout,
+            rollout=sizes.rollout,
             micro_batch_size=spec.train.micro_batch_size,
             balance_by_flops=spec.train.balance_by_flops,
             attention_length=attention_length(model_config),

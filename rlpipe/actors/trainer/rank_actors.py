@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import staleness_of
 from rlpipe.batch.columns import BatchColumns, BatchSizes
 from rlpipe.batch.estimate import with_advantages
-from rlpipe.batch.files import read_batch, read_keys, write_batch
-from rlpipe.batch.metrics import batch_metrics, proximal_metrics
-from rlpipe.batch.packing import number_of_steps
+from rlpipe.batch.files import StoredBatch, write_batch
+from rlpipe.batch.metrics import ProximalSums, batch_metrics
+from rlpipe.batch.packing import number_of_steps, shares_of
 from rlpipe.batch.rows import RolloutRows
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
@@ -83,7 +84,8 @@ class TrainerRank(Rank[MegatronEngine]):
             columns = with_advantages(
                 batch, scored, spec.advantage, spec.hook_args, iteration=version
             )
-        record = write_batch(self._files, key, batch, columns)
+        shares = shares_of(self._plan_packing(columns.sizes))
+        record = write_batch(self._files, key, batch, columns, shares)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
         if spec.advantage.reference:
             outputs["reference_version"] = self._reference_version
@@ -104,21 +106,31 @@ class TrainerRank(Rank[MegatronEngine]):
         return number_of_steps(rollouts, train.global_batch_size, train.num_steps_per_rollout) > 1
 
     def _metrics_of(
-        self, batch: Node, columns: BatchColumns, steps: TrainResult, version: int
+        self,
+        batch: Node,
+        stored: StoredBatch,
+        columns: BatchColumns,
+        steps: TrainResult,
+        version: int,
     ) -> dict[str, float]:
         own = steps.proximal_log_probs
         # Every rank, because `probe` is collective, and in a replay: a resumed run pushes too.
         self._own_proximal = None if own is None else (batch.digest, own)
         # A replay repeats steps whose metrics are recorded.
-        if self.rank != 0 or own is None or self.busy == "restore":
+        if own is None or self.busy == "restore":
             return {}
         staleness = None
         if batch.outputs.get("metrics", {}).get("rollout/staleness/max"):
             rollout = self._nodes.get(Stage.ROLLOUT, batch.parents["rollout"])
             rows = RolloutRows.of_node(self._files, rollout)
-            trained = rows.numbers_of(read_keys(self._files, batch))
+            held = np.arange(len(stored)) if columns.part is None else columns.part.samples
+            trained = rows.numbers_of(stored.keys())[held]
             staleness = staleness_of(rows.scalars.select(trained), version)
-        return proximal_metrics(columns.with_columns(proximal_log_probs=own), staleness)
+        columns = columns.with_columns(proximal_log_probs=own[columns.response_index()])
+        sums = ProximalSums.of(columns, staleness)
+        engine, _ = self._ready()
+        values = engine.rows_of_all(columns, np.column_stack([sums.values, sums.largest]))
+        return replace(sums, values=values[:, :-1], largest=values[:, -1]).metrics()
 
     @collective
     def push(
@@ -172,13 +184,15 @@ class TrainerRank(Rank[MegatronEngine]):
         engine, spec = self._require(held)
         parts = Parts()
         with parts.part("read"):
-            columns = read_batch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+            stored = StoredBatch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+            probed = stored.columns(spread(len(stored), samples))
         own = self._own_proximal
         scored_by_step = False
         if own is not None and own[0] == batch:
             scored_by_step = True
-            columns = columns.with_columns(proximal_log_probs=own[1])
-        chosen = columns.select(spread(len(columns), samples))
+            log_probs = own[1][probed.response_index()]
+            probed = probed.with_columns(proximal_log_probs=log_probs)
+        chosen = probed.select(range(len(probed)))
         with parts.part("score packed"):
             log_probs = engine.score(chosen, temperature=1.0)
         # Score again in halves: differences due to packing are noise. One pass for each sample took

@@ -55,6 +55,7 @@ from rlpipe.engines.megatron.model.build import (
 )
 from rlpipe.engines.megatron.process_groups import MegatronRank
 from rlpipe.engines.megatron.results import TrainResult, combined_disk_space, combined_result
+from rlpipe.engines.megatron.train import token_weights
 from rlpipe.engines.megatron.train.critic import Critic
 from rlpipe.engines.megatron.train.routing import (
     RoutingRecorder,
@@ -363,6 +364,12 @@ class MegatronEngine(MegatronRank):
             return self._exchange.values(None, batch.sizes.num_response_tokens)
         return self.critic.values(batch, max_tokens=max_tokens or self.max_tokens)
 
+    def reads_whole_batch(self, *, scored: bool) -> bool:
+        """True if the optimizer steps read samples of other ranks. Arguments as `token_weights`."""
+        # The loss of multi-token prediction counts tokens by their positions in all samples.
+        predicts = bool(self.trained.bridge.config.mtp_num_layers)
+        return predicts or token_weights.reads_whole_batch(self._train.loss, scored=scored)
+
     def train(
         self,
         batch: BatchColumns,
@@ -374,11 +381,13 @@ class MegatronEngine(MegatronRank):
     ) -> TrainResult:
         """Take the plan's optimizer steps, the critic's first. The result is equal on every rank.
 
+        `batch`: the whole batch, or at least this rank's `trained_samples` unless
+        `reads_whole_batch`.
         `version`: the weight version that is trained, for hooks. `hook_args`: the `args` of user
         functions. Raises: DataError for a batch without the columns of its loss or a plan of
         another batch; TrainerError if a loss or gradient is not finite.
         """
-        plan.check(len(batch), self._data_parallel)
+        plan.check(len(batch.sizes), self._data_parallel)
         self._memory.require("optimizer", "gradients")
         steps: list[dict[str, float]] = [{} for _ in plan.steps]
         proximal = None

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlpipe.batch.packing import plan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan, plan
 from rlpipe.config.train import ParallelConfig, TrainConfig
 from rlpipe.engines.megatron import platform, reproducibility
 from rlpipe.errors import ConfigError, TrainerError
@@ -88,6 +89,32 @@ class MegatronRank:
         """
         micro_batches = scored_micro_batches(lengths, max_tokens or self.max_tokens)
         return np.sort(np.array([i for micro in micro_batches for i in micro], np.int64))
+
+    def trained_samples(self, packing: PackingPlan) -> np.ndarray:
+        """Return the samples that this rank trains, ascending. Not collective."""
+        rank = parallel_state.get_data_parallel_rank()
+        return np.sort(
+            np.array([i for step in packing.steps for micro in step[rank] for i in micro], np.int64)
+        )
+
+    def rows_of_all(self, batch: BatchColumns, values: np.ndarray) -> np.ndarray:
+        """Return float64 values [N, m] of all samples, from those [n, m] of the held samples.
+
+        Collective; the result is equal on every rank. `batch`: the samples that this rank trains.
+        """
+        if batch.part is None:
+            return values
+        result = torch.zeros(
+            len(batch.sizes), values.shape[1], dtype=torch.float64, device=platform.device()
+        )
+        # Ranks of one model replica hold the same samples.
+        if reports_token_results() and parallel_state.get_context_parallel_rank() == 0:
+            result[torch.from_numpy(batch.part.samples).to(result.device)] = torch.from_numpy(
+                values
+            ).to(result.device)
+        # Every sample has one reporting rank, so the sum is the value itself.
+        dist.all_reduce(result)
+        return result.cpu().numpy()
 
 
 def scored_micro_batches(lengths: np.ndarray, max_tokens: int) -> tuple[tuple[int, ...], ...]:

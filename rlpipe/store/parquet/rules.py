@@ -14,7 +14,7 @@ import pyarrow as pa
 from rlpipe.errors import RlpipeError
 from rlpipe.store import columns
 from rlpipe.store.columns import KIND, STORED, Shape
-from rlpipe.store.parquet.arrays import any_in_row, combined, lengths, nulls, to_numpy
+from rlpipe.store.parquet.arrays import any_in_row, combined, lengths, nulls, ragged, to_numpy
 from rlpipe.types import Status
 
 STATUSES = [status.value for status in Status]
@@ -73,6 +73,8 @@ def _broken_rules(table: pa.Table) -> Rule:
     if names >= {"prompt_len", "tokens"}:
         outside = (to_numpy(table["prompt_len"]) < 0) | (_response_lengths(table) < 0)
         yield outside, "prompt_len is not within tokens"
+    if "response_len" in names:
+        yield from _broken_sizes(table)
     if "status" in names:
         unknown = np.isin(to_numpy(table["status"]), STATUSES, invert=True)
         yield unknown, "status is not one of ours"
@@ -134,6 +136,22 @@ def _broken_experts(table: pa.Table, name: str) -> np.ndarray:
         tokens = lengths(table["prompt_ids"]) + _response_lengths(table)
     width = experts.sum() // max(int(tokens[present].sum()), 1)
     return (experts != tokens * width) & present
+
+
+def _broken_sizes(table: pa.Table) -> Rule:
+    """The sizes of a batch, where they and the columns that they count are read."""
+    sizes = to_numpy(table["response_len"].fill_null(0))
+    known = ~nulls(table["response_len"])
+    yield sizes < 0, "response_len is negative"
+    if {"tokens", "prompt_len"} <= set(table.column_names):
+        wrong = (sizes != _response_lengths(table)) & known
+        yield wrong, "response_len is not the number of response tokens"
+    if {"loss_tokens", "loss_mask"} <= set(table.column_names):
+        mask, offsets = ragged(table["loss_mask"])
+        sums = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets]
+        counted = to_numpy(table["loss_tokens"].fill_null(0))
+        wrong = (counted != np.diff(sums)) & ~nulls(table["loss_tokens"])
+        yield wrong, "loss_tokens is not the sum of the loss mask"
 
 
 def _broken_version_runs(table: pa.Table) -> np.ndarray:

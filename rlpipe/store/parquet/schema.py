@@ -29,6 +29,7 @@ SAMPLES = columns.SAMPLES.schema
 REWARDS = columns.REWARDS.schema
 BATCH = columns.BATCH.schema
 SCHEMAS = {schema.metadata[KIND]: schema for schema in (SAMPLES, REWARDS, BATCH)}
+SCHEMAS |= {kind: SCHEMAS[table.schema.metadata[KIND]] for kind, table in columns.EARLIER.items()}
 
 ROW_GROUP_ROWS = 1024
 SPLIT = {pa.int32(), pa.float32()}
@@ -50,8 +51,10 @@ def make_table(schema: pa.Schema, values: Mapping[str, Any], where: str) -> pa.T
     return table
 
 
-def encode(table: pa.Table) -> bytes:
+def encode(table: pa.Table, row_groups: Sequence[int] | None = None) -> bytes:
     """Return a stored table as Parquet. Equal tables give equal bytes.
+
+    `row_groups`: rows that are read together, in order; None: all. A larger group is cut.
 
     Raises: ValueError for a table of another schema.
     """
@@ -61,7 +64,12 @@ def encode(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     options = WRITE_OPTIONS[schema.metadata[KIND]]
     # In memory: an exception in a streaming write would publish a truncated object.
-    pq.write_table(table, buffer, row_group_size=ROW_GROUP_ROWS, **options)
+    with pq.ParquetWriter(buffer, table.schema, **options) as writer:
+        start = 0
+        for rows in row_groups or [table.num_rows]:
+            writer.write_table(table.slice(start, rows), row_group_size=ROW_GROUP_ROWS)
+            start += rows
+    assert start == table.num_rows, "row groups of another table"
     return buffer.getvalue()
 
 
@@ -97,6 +105,14 @@ class StoredTable:
     @property
     def num_rows(self) -> int:
         return self._file.metadata.num_rows
+
+    def has(self, names: Sequence[str]) -> bool:
+        """True if the file has these columns, without a null in the first row."""
+        if not set(names) <= set(self.stored_names) or self.num_rows == 0:
+            return False
+        with _readable_parquet(self.where):
+            first = next(self._file.iter_batches(1, row_groups=[0], columns=list(names)))
+            return all(column.null_count == 0 for column in first.columns)
 
     def require(self, schema: pa.Schema) -> None:
         """Raises: ObjectCorrupt if this is not a table of this schema."""

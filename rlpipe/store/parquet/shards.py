@@ -49,12 +49,19 @@ def write_data(
     return FileRecord(path=path, size_bytes=len(data), sha256=sha256, rows=rows)
 
 
-def write_table(files: Files, folder: str, name: str, table: pa.Table) -> FileRecord:
-    """Write a stored table as `<folder>/<name>-<sha256[:16]>.parquet`.
+def write_table(
+    files: Files,
+    folder: str,
+    name: str,
+    table: pa.Table,
+    row_groups: Sequence[int] | None = None,
+) -> FileRecord:
+    """Write a stored table as `<folder>/<name>-<sha256[:16]>.parquet`. `row_groups`: as `encode`.
 
     Raises: StoreFull, StoreError.
     """
-    return write_data(files, folder, f"{name}.parquet", encode(table), table.num_rows)
+    data = encode(table, row_groups)
+    return write_data(files, folder, f"{name}.parquet", data, table.num_rows)
 
 
 class ShardWriter:

@@ -15,7 +15,7 @@ from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import Batch, fix_batch
-from rlpipe.batch.files import read_rewards, write_batch
+from rlpipe.batch.files import StoredBatch, read_rewards, write_batch
 from rlpipe.batch.rows import RolloutRows
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.results import TrainResult
@@ -194,12 +194,14 @@ def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weight
     assert batch.columns.rollout_log_probs is not None
     own = batch.columns.rollout_log_probs + np.float32(0.25)
     result = TrainResult([], "digest", own)
-    found = rank._metrics_of(node, batch.columns, result, version)
+    stored = StoredBatch(files, node)
+    cast("Any", rank)._engine = SimpleNamespace(rows_of_all=lambda _, values: values)
+    found = rank._metrics_of(node, stored, batch.columns, result, version)
     assert found["rollout/mismatch_kl"] == pytest.approx(-0.25, abs=1e-6)
     current = found.get("rollout/logprob_abs_diff/mean")
     assert current == (pytest.approx(0.25, abs=1e-6) if version == 3 else None)
     assert rank._own_proximal == (node.digest, own)
-    assert rank._metrics_of(node, batch.columns, TrainResult(), version) == {}
+    assert rank._metrics_of(node, stored, batch.columns, TrainResult(), version) == {}
     assert rank._own_proximal is None
 
 
@@ -208,7 +210,9 @@ def test_a_replayed_step_keeps_its_log_probs_and_has_no_metrics(rank: TrainerRan
     node = Inputs(Stage.ADVANTAGE, {"rollout": rollout, "reward": reward}).node()
     own = np.zeros(3, np.float32)
     rank.busy = "restore"
-    assert rank._metrics_of(node, batch.columns, TrainResult([], "digest", own), 3) == {}
+    unread = cast("Any", None)
+    result = TrainResult([], "digest", own)
+    assert rank._metrics_of(node, unread, batch.columns, result, 3) == {}
     assert rank._own_proximal == (node.digest, own)
 
 

@@ -19,10 +19,9 @@ import torch
 from safetensors import safe_open
 
 import rlpipe.engines.megatron.platform  # noqa: F401
-from rlpipe.algorithms.reduction import token_weights
 from rlpipe.algorithms.values import value_loss
-from rlpipe.batch.columns import BatchColumns, gather_index
-from rlpipe.batch.packing import PackingPlan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan, step_samples
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.train import CriticConfig, TrainConfig
 from rlpipe.errors import ConfigError, DataError, TrainerError
@@ -47,7 +46,12 @@ from rlpipe.engines.megatron.train.passes import (
     scheduled,
     set_training,
 )
-from rlpipe.engines.megatron.train.score import assembled_column, local_micro_batches
+from rlpipe.engines.megatron.train.score import (
+    assembled_column,
+    local_micro_batches,
+    positions_of,
+)
+from rlpipe.engines.megatron.train.token_weights import mask_weights
 
 METRICS = ("value_loss", "value_clipfrac")
 HEAD = "score"
@@ -137,8 +141,10 @@ class Critic:
     def _step(self, batch: BatchColumns, step, where: str) -> dict[str, float]:
         trained = self.trained
         part = packing_slice(trained)
-        micro_batches = scheduled(trained, step[parallel_state.get_data_parallel_rank()])
-        weights = self._step_weights(batch, step)
+        own = step[parallel_state.get_data_parallel_rank()]
+        micro_batches = scheduled(trained, positions_of(batch, own))
+        # Aggregated like the policy's loss, without its off-policy corrections.
+        weights = mask_weights(batch, step_samples(step), self._loss_config)
         zero_gradients(trained)
         outputs = run_value_passes(
             trained,
@@ -156,23 +162,6 @@ class Critic:
                 do="look at the returns",
             )
         return metrics | {f"critic_{name}": value for name, value in update(trained, where).items()}
-
-    def _step_weights(self, batch: BatchColumns, step) -> np.ndarray:
-        """Return the weight [R] of every token in this step, 0 for other steps' tokens.
-
-        The weights aggregate like the policy's loss, without its off-policy corrections.
-        """
-        samples = np.sort(np.array([i for rank in step for micro in rank for i in micro], np.int64))
-        index = gather_index(batch.response_offsets, samples)
-        weights = np.zeros(batch.num_response_tokens, np.float32)
-        weights[index] = token_weights(
-            batch.loss_mask[index],
-            batch.response_lengths[samples],
-            per_token=self._loss_config.calculate_per_token_loss,
-            constant_length=self._loss_config.constant_length,
-            rollout=batch.rollouts[samples],
-        )
-        return weights
 
     def _loss(
         self, batch: BatchColumns, weights: np.ndarray, micro: MicroBatch, values: torch.Tensor

@@ -136,6 +136,10 @@ class CriticEngine(MegatronRank):
         values = critic.values(batch, max_tokens=max_tokens or self.max_tokens)
         return exchange.values(values, batch.sizes.num_response_tokens)
 
+    def reads_whole_batch(self, *, scored: bool) -> bool:
+        """False: the critic's steps read this rank's samples."""
+        return False
+
     def train(
         self,
         batch: BatchColumns,
@@ -151,7 +155,7 @@ class CriticEngine(MegatronRank):
         TrainerError if a loss or gradient is not finite.
         """
         critic, exchange = self._open()
-        plan.check(len(batch), self._data_parallel)
+        plan.check(len(batch.sizes), self._data_parallel)
         steps = critic.train(batch, plan)
         return combined_result(exchange, state_digest(critic.trained), steps)
 

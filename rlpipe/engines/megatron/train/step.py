@@ -22,8 +22,8 @@ from rlpipe.algorithms import custom
 from rlpipe.algorithms.importance import correct
 from rlpipe.algorithms.objective import CustomLoss, Objective, TokenBatch, objective
 from rlpipe.algorithms.sequences import Sequences, local_total
-from rlpipe.batch.columns import BatchColumns, gather_index
-from rlpipe.batch.packing import PackingPlan
+from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.packing import PackingPlan, step_samples
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
@@ -49,7 +49,7 @@ from rlpipe.engines.megatron.train.passes import (
     set_training,
 )
 from rlpipe.engines.megatron.train.routing import ForwardContext, RoutingReplay
-from rlpipe.engines.megatron.train.score import assembled_column
+from rlpipe.engines.megatron.train.score import assembled_column, positions_of
 from rlpipe.engines.megatron.train.token_weights import StepWeights, step_weights
 
 
@@ -81,7 +81,7 @@ def train_steps(
     reads, a user function returns a wrong result, or the plan is of another batch; TrainerError if
     a loss or gradient is not finite (the weights are then invalid).
     """
-    packing.check(len(batch), parallel_state.get_data_parallel_world_size())
+    packing.check(len(batch.sizes), parallel_state.get_data_parallel_world_size())
     _check_columns(batch, packing, loss)
     set_training(trained, True)
     path = loss.custom_loss_function_path
@@ -234,7 +234,7 @@ class _PolicyRun:
     """Custom loss of whole logits."""
     forward_context: ForwardContext | None
     counts: np.ndarray
-    """[N]: tokens of each sample that count in the loss."""
+    """[N]: tokens of each held sample that count in the loss."""
     proximal: StepProximal | None = None
     """None if the batch has proximal log-probs, or no step needs them."""
 
@@ -245,9 +245,10 @@ class _PolicyRun:
         trained = self.trained
         batch = self.batch
         # The samples of all data parallel ranks: the weights depend on the whole step.
-        samples = np.array(sorted(i for rank in step for micro in rank for i in micro), np.int64)
+        samples = step_samples(step)
         weights = step_weights(batch, samples, self.loss, self.hook_args)
-        micro_batches = scheduled(trained, step[parallel_state.get_data_parallel_rank()])
+        own = step[parallel_state.get_data_parallel_rank()]
+        micro_batches = scheduled(trained, positions_of(batch, own))
         collector = _MetricsCollector(where)
         zero_gradients(trained)
         before_step(number)
@@ -265,8 +266,10 @@ class _PolicyRun:
                 do="look at this batch's log-probs",
             )
         metrics |= update(trained, where)
-        masked_in = batch.loss_mask[gather_index(batch.response_offsets, samples)] > 0
-        return metrics | {"tokens": float(masked_in.sum()), "samples": float(len(samples))}
+        loss_tokens = batch.sizes.loss_tokens
+        assert loss_tokens is not None
+        tokens = float(loss_tokens[samples].sum())
+        return metrics | {"tokens": tokens, "samples": float(len(samples))}
 
     def _run_tokens(
         self,
