@@ -1,7 +1,8 @@
 """`RolloutRows`: rows of a rollout as arrays, without Python lists of tokens.
 
-Scalars and lengths of all rows are read first. Values of single tokens are decoded in every shard,
-but only those of chosen rows are kept. Compressed shards stay in memory between the two.
+Scalars and lengths of all rows are read first. Values of single tokens are decoded only in shards
+that have chosen rows, and only those of chosen rows are kept. Compressed shards stay in memory
+between the two.
 
 N rows in the order of the shards, R response tokens of the chosen rows.
 """
@@ -28,8 +29,12 @@ from rlpipe.types import Node
 DECODERS = 2
 """Threads that decode shards. With 8 threads, 64 shards of 65k tokens took three times the CPU time
 of one thread and no less time."""
-SCALARS = ("status", "weight_versions", "prompt_ids", "response_ids", "rollout_id", "remove_sample")
-"""Columns that are read of all rows: scalars, and lists of which the lengths are kept."""
+SCALARS = ("status", "weight_versions", "rollout_id", "remove_sample")
+"""Columns that are read of all rows, besides their lengths."""
+COUNTS = ("prompt_tokens", "response_tokens")
+"""Lengths of all rows."""
+LISTS = ("prompt_ids", "response_ids")
+"""Lists of which the lengths are kept, in shards without COUNTS."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,14 +207,20 @@ def ragged_or(
 
 
 def _scalars(shard: StoredTable, routed: bool) -> RowScalars:
-    table = shard.read_part([*SCALARS, EXPERTS] if routed else SCALARS)
+    if not routed and shard.has(COUNTS):
+        table = shard.read_part([*SCALARS, *COUNTS])
+        prompts, responses = (to_numpy(table[name]).astype(np.int64) for name in COUNTS)
+    else:
+        # The rules compare experts with the lists.
+        table = shard.read_part([*SCALARS, *LISTS, *([EXPERTS] if routed else [])])
+        prompts, responses = (lengths(table[name]).astype(np.int64) for name in LISTS)
     runs = table["weight_versions"].combine_chunks()
     run_tokens, run_versions = (
         to_numpy(part).astype(np.int64) for part in runs.flatten().flatten()
     )
     index = to_numpy(table["index"]).astype(np.int64)
-    tokens = lengths(table["prompt_ids"]) + lengths(table["response_ids"])
-    routed_tokens, width = _routing(table, tokens) if routed else (tokens * 0, tokens * 0)
+    none = np.zeros(len(index), np.int64)
+    routed_tokens, width = _routing(table, prompts + responses) if routed else (none, none)
     return RowScalars(
         group_ids=_texts(table["group_id"]),
         indices=index,
@@ -220,8 +231,8 @@ def _scalars(shard: StoredTable, routed: bool) -> RowScalars:
             to_numpy(table["rollout_id"].fill_null(0)),
         ).astype(np.int64),
         removed=to_numpy(table["remove_sample"].fill_null(False)).copy(),
-        prompt_lengths=lengths(table["prompt_ids"]).astype(np.int64),
-        response_lengths=lengths(table["response_ids"]).astype(np.int64),
+        prompt_lengths=prompts,
+        response_lengths=responses,
         num_runs=lengths(runs).astype(np.int64),
         run_tokens=run_tokens,
         run_versions=run_versions,

@@ -154,7 +154,7 @@ ROUTED_EXPERTS = "W = layers with experts × experts a token; 65535 where no eng
 
 SAMPLES = Table(
     "samples",
-    1,
+    2,
     "Every sample of a rollout or an evaluation, trained or not.",
     (
         Column(
@@ -269,6 +269,20 @@ SAMPLES = Table(
             ROLLOUT,
             Shape.RESPONSE,
             NATS,
+            nullable=True,
+        ),
+        Column(
+            "prompt_tokens",
+            INT32,
+            "Tokens of the prompt. Null: not counted, version 1.",
+            ROLLOUT,
+            nullable=True,
+        ),
+        Column(
+            "response_tokens",
+            INT32,
+            "Tokens of the response. Null: not counted, version 1.",
+            ROLLOUT,
             nullable=True,
         ),
     ),
@@ -399,7 +413,7 @@ BATCH = Table(
 
 STORED = (SAMPLES, REWARDS, BATCH)
 """Tables that are Parquet files of the store."""
-EARLIER = {b"batch/2": BATCH}
+EARLIER = {b"samples/1": SAMPLES, b"batch/2": BATCH}
 """Kinds of earlier releases, and the tables that they are read as: they lack nullable columns."""
 
 

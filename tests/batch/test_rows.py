@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +21,9 @@ from rlpipe.batch.packing import plan
 from rlpipe.batch.rows import RolloutRows
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.rewards.reward_rows import RewardRow
+from rlpipe.store.columns import KIND
 from rlpipe.store.objects.files import Files
-from rlpipe.store.parquet.shards import ShardWriter
+from rlpipe.store.parquet.shards import ShardWriter, write_data
 from rlpipe.store.routed_experts import NOT_ROUTED, one_per_token
 from rlpipe.types import FileRecord, Node, Sample, Stage, Status
 
@@ -71,6 +74,16 @@ def stored(folder: str, rows: Groups) -> tuple[Files, Node]:
     return files, node(records)
 
 
+def of_version_1(files: Files, record: FileRecord) -> FileRecord:
+    """The same shard, as the release before the columns with lengths wrote it."""
+    table = pq.read_table(pa.BufferReader(files.read(record.path)))
+    table = table.drop_columns(["prompt_tokens", "response_tokens"])
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({KIND: b"samples/1"}), sink)
+    data = sink.getvalue().to_pybytes()
+    return write_data(files, "plans/p/groups", "old.parquet", data, table.num_rows)
+
+
 def node(records: list[FileRecord]) -> Node:
     return Node(stage=Stage.ROLLOUT, digest="d" * 64, files=tuple(records))
 
@@ -98,9 +111,15 @@ def mask_of(sample: Sample, oldest: int | None) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=groups(), mask_stale=st.booleans(), routed=st.booleans(), ranks=st.integers(1, 8))
+@given(
+    rows=groups(),
+    mask_stale=st.booleans(),
+    routed=st.booleans(),
+    ranks=st.integers(1, 8),
+    old=st.booleans(),
+)
 def test_a_rank_reads_of_its_samples_what_the_whole_batch_has(
-    rows: Groups, mask_stale: bool, routed: bool, ranks: int
+    rows: Groups, mask_stale: bool, routed: bool, ranks: int, old: bool
 ):
     rows[0][0] = replace(
         rows[0][0],
@@ -111,6 +130,8 @@ def test_a_rank_reads_of_its_samples_what_the_whole_batch_has(
     rows[0][1:] = []
     with tempfile.TemporaryDirectory() as folder:
         files, rollout = stored(folder, rows)
+        if old:
+            rollout = node([of_version_1(files, record) for record in rollout.files])
         batch = chosen(files, rollout, mask_stale=mask_stale, routed=routed)
         whole = batch.batch(with_samples=True)
         packing = plan(

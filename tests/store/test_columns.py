@@ -18,7 +18,7 @@ from rlpipe.types import Sample
 TABLES = pytest.mark.parametrize("table", [*STORED, *DERIVED], ids=lambda table: table.name)
 
 PINNED = {
-    "samples": "45dbaaa12851caa2",
+    "samples": "fb11589e9e14453b",
     "rewards": "f00387dd4a799b98",
     "batch": "45ca285091191af1",
 }
@@ -56,7 +56,7 @@ def test_the_columns_of_a_batch_are_those_of_the_table():
 
 
 def test_the_fields_of_a_sample_that_are_stored_have_their_names_in_the_table():
-    derived = {"iteration", "drop_reason"}
+    derived = {"iteration", "drop_reason", "prompt_tokens", "response_tokens"}
     assert set(SAMPLES.schema.names) - set(FIELDS) == derived
     assert set(FIELDS) < {field.name for field in dataclasses.fields(Sample)}
 

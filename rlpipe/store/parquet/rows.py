@@ -82,11 +82,13 @@ def samples_to_table(
     values[EXPERTS] = from_experts([_experts_per_token(sample) for sample in samples])
     values["drop_reason"] = [dropped.get(sample.group_id) for sample in samples]
     values["iteration"] = [iteration] * len(samples)
+    values["prompt_tokens"] = [len(one.prompt_ids) for one in samples]
+    values["response_tokens"] = [len(one.response_ids) for one in samples]
     return make_table(SAMPLES, values, where)
 
 
 def table_to_samples(table: pa.Table) -> list[Sample]:
-    """Return the samples of a table, without `iteration` and `drop_reason`.
+    """Return the samples of a table, without the columns that are no fields.
 
     The table may lack TOKEN_COLUMNS. Raises: ValueError if another column is missing; ObjectCorrupt
     if a JSON column does not hold JSON.

@@ -28,6 +28,8 @@ RESPONSE_LISTS = tuple(
     )
 )
 EXPERT_LISTS = tuple(name for table in STORED for name in table.named(Shape.EXPERTS))
+COUNTS = {"prompt_tokens": "prompt_ids", "response_tokens": "response_ids"}
+"""Columns of samples that count the values of another column."""
 REWARD_PARTS = ("reward_parts", "parts")
 
 Rule = Iterator[tuple[np.ndarray, str]]
@@ -75,6 +77,11 @@ def _broken_rules(table: pa.Table) -> Rule:
         yield outside, "prompt_len is not within tokens"
     if "response_len" in names:
         yield from _broken_sizes(table)
+    for name in names.intersection(COUNTS):
+        if COUNTS[name] in names:
+            counted = to_numpy(table[name].fill_null(0))
+            wrong = (counted != lengths(table[COUNTS[name]])) & ~nulls(table[name])
+            yield wrong, f"{name} is not the number of {COUNTS[name]}"
     if "status" in names:
         unknown = np.isin(to_numpy(table["status"]), STATUSES, invert=True)
         yield unknown, "status is not one of ours"
@@ -167,4 +174,6 @@ def _broken_version_runs(table: pa.Table) -> np.ndarray:
 def _response_lengths(table: pa.Table) -> np.ndarray:
     if "response_ids" in table.column_names:
         return lengths(table["response_ids"])
+    if "response_tokens" in table.column_names:
+        return to_numpy(table["response_tokens"])
     return lengths(table["tokens"]) - to_numpy(table["prompt_len"])
