@@ -8,7 +8,8 @@ comes from the records, also for a run that was stopped and resumed, except the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,16 @@ from rlpipe.store.labels import label_text
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.shards import read_rows
-from rlpipe.store.segments import Segments, current_state
+from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, Node, Sample, Stage
 
+READERS = 8
+READ_AHEAD = 256
+"""Iterations that are read at once."""
+WeightsOf = Mapping[tuple[int, str], str]
+"""(weight version, digest of the recorded node) → digest of the segment that replaces it."""
+Evaluated = tuple[int, dict[str, Node]]
+"""Weight version, and the node of each held-out set on which these weights were evaluated."""
 TIMED_STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
 
 MAX_DIFFERENCE = "max_logprob_difference"
@@ -50,21 +58,23 @@ class HistoryReader:
         self._directory = directory
         self._nodes = Nodes(files)
         self._branches = Branches(files)
-        self._commits: list[Commit] = []
+        # Not all commits: each has the ids of the groups that it trained.
+        self._newest: Commit | None = None
         self._records: list[IterationRecord] = []
         self._evaluations: dict[tuple[int, str], tuple[Evaluation, Node]] = {}
 
     def read(self) -> RunHistory:
         """Return the history of the branch so far. Raises: ObjectMissing, ObjectCorrupt."""
         config = self._config
-        self._find_evaluations(len(self._commits))
-        for commit in self._new_commits():
-            self._commits.append(commit)
-            self._records.append(self._record(commit))
-            self._find_evaluations(len(self._commits))
+        weights_of = self._weights_of()
+        self._add_evaluations(*self._evaluated(self._newest, weights_of))
+        for commit, record, evaluated in self._new_iterations(weights_of):
+            self._newest = commit
+            self._records.append(record)
+            self._add_evaluations(*evaluated)
         evaluations = [evaluation for evaluation, _ in self._evaluations.values()]
         # A fork counts its iterations from iteration 0 of its parent.
-        done = self._commits[-1].iteration + 1 if self._commits else self._first_iteration()
+        done = self._newest.iteration + 1 if self._newest else self._first_iteration()
         timing = _timing(self._directory)
         return RunHistory(
             run=config.run,
@@ -74,7 +84,7 @@ class HistoryReader:
             config_yaml=dump(config),
             totals=_totals(self._records, evaluations, timing),
             other_seconds=_other_seconds(timing),
-            packages=self._commits[-1].packages if self._commits else {},
+            packages=self._newest.packages if self._newest else {},
             has_reference=config.advantage.reference,
             links=_links(self._directory, timing),
             status=self._status(done),
@@ -101,16 +111,26 @@ class HistoryReader:
         """(weight version, held-out set) → node of each evaluation that was read."""
         return {key: node for key, (_, node) in self._evaluations.items()}
 
-    def _new_commits(self) -> list[Commit]:
+    def _new_iterations(
+        self, weights_of: WeightsOf
+    ) -> Iterator[tuple[Commit, IterationRecord, Evaluated]]:
+        """Yield what was committed since the last read, in order."""
         run = self._config.run
-        after = self._commits[-1].iteration if self._commits else None
+        after = self._newest.iteration if self._newest else None
         newest = self._branches.newest(run, after)
         if newest is None or newest.branch != run:
-            return []
+            return
         first = after + 1 if after is not None else self._first_iteration()
-        return [
-            self._branches.read(run, iteration) for iteration in range(first, newest.iteration + 1)
-        ]
+
+        def read(iteration: int) -> tuple[Commit, IterationRecord, Evaluated]:
+            commit = self._branches.read(run, iteration)
+            return commit, self._record(commit), self._evaluated(commit, weights_of)
+
+        # A driver that starts reads the whole history, which has eight records an iteration.
+        with ThreadPoolExecutor(READERS) as pool:
+            for start in range(first, newest.iteration + 1, READ_AHEAD):
+                end = min(start + READ_AHEAD, newest.iteration + 1)
+                yield from pool.map(read, range(start, end))
 
     def _first_iteration(self) -> int:
         parent = self._branches.get(self._config.run).parent
@@ -125,21 +145,35 @@ class HistoryReader:
         }
         return IterationRecord(commit.iteration, iteration_metrics(outputs), seconds)
 
-    def _find_evaluations(self, num_commits: int) -> None:
-        """Find the evaluations of the newest known weights.
+    def _weights_of(self) -> WeightsOf:
+        """Return (weight version, train node) → segment of the states that segments replace."""
+        pointers = Segments(self._files).of(self._config.run)
+        # Sorted by epoch: the newest one counts.
+        return {(pointer.version, pointer.weights): pointer.segment for pointer in pointers}
+
+    def _evaluated(self, newest: Commit | None, weights_of: WeightsOf) -> Evaluated:
+        """Return the evaluations of the weights after a commit.
 
         Before the first commit these are the weights with which the run began.
         """
         run = self._config.run
         first = self._first_iteration()
-        newest = self._commits[-1] if num_commits else self._branches.before(run, first)
+        newest = newest or self._branches.before(run, first)
         recorded = newest.nodes[Stage.TRAIN] if newest else self._branches.get(run).init
         version = newest.iteration + 1 if newest else first
-        weights = current_state(Segments(self._files), run, version, recorded)
+        weights = weights_of.get((version, recorded), recorded)
         contracts = self._branches.contracts(run)
+        nodes = {
+            dataset.name: self._nodes.find(
+                Stage.EVAL, eval_inputs(self._config, dataset, weights, contracts).digest
+            )
+            for dataset in self._config.evaluation.datasets
+        }
+        return version, {name: node for name, node in nodes.items() if node is not None}
+
+    def _add_evaluations(self, version: int, nodes: dict[str, Node]) -> None:
         for dataset in self._config.evaluation.datasets:
-            inputs = eval_inputs(self._config, dataset, weights, contracts)
-            node = self._nodes.find(Stage.EVAL, inputs.digest)
+            node = nodes.get(dataset.name)
             if node is not None and (version, dataset.name) not in self._evaluations:
                 evaluation = self._evaluation(version, dataset, node)
                 self._evaluations[version, dataset.name] = (evaluation, node)

@@ -18,6 +18,7 @@ from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
+from rlpipe.store.segments import Segments
 from rlpipe.types import Commit, DataState, Sample, Stage, Status
 
 PROMPTS = {"type": "reasoning_gym", "task": "chain_sum", "size": 4}
@@ -184,6 +185,35 @@ def test_a_second_read_gives_the_same_history_as_a_new_reader(run: Written):
         run.evaluate(0.25 + k / 4)
     assert reader.read() == run.reader().read()
     assert [evaluation.iteration for evaluation in reader.read().evaluations] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_a_first_read_lists_no_folder_for_each_iteration(
+    run: Written, monkeypatch: pytest.MonkeyPatch, iterations: int
+):
+    for k in range(iterations):
+        run.iterate(k)
+        run.evaluate(k / 8)
+    listed: list[str] = []
+    entries = Files.entries
+    monkeypatch.setattr(
+        Files, "entries", lambda files, prefix: listed.append(prefix) or entries(files, prefix)
+    )
+    history = run.reader().read()
+    assert [evaluation.iteration for evaluation in history.evaluations] == [
+        *range(1, iterations + 1)
+    ]
+    assert sorted(listed) == ["branches/run", "branches/run/segments"]
+
+
+def test_evaluations_of_a_segment_are_of_the_version_that_it_replaces(run: Written):
+    run.iterate(0)
+    made = run.node(Stage.SEGMENT, replaced=run.weights[1])
+    Segments(run.files).record("run", 1, 1, weights=run.weights[1], segment="0" * 64)
+    Segments(run.files).record("run", 1, 2, weights=run.weights[1], segment=made)
+    run.weights.append(made)
+    run.evaluate(0.5)
+    assert [evaluation.iteration for evaluation in run.reader().read().evaluations] == [1]
 
 
 def test_the_report_compares_answers_to_the_same_prompts(run: Written):
