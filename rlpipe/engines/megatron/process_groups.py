@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import os
 from datetime import timedelta
+from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.packing import PackingPlan, plan
+from rlpipe.batch.packing import PackingPlan, Step, plan
 from rlpipe.config.train import ParallelConfig, TrainConfig
 from rlpipe.engines.megatron import platform, reproducibility
 from rlpipe.errors import ConfigError, TrainerError
@@ -120,8 +121,20 @@ class MegatronRank:
 def scored_micro_batches(lengths: np.ndarray, max_tokens: int) -> tuple[tuple[int, ...], ...]:
     """Return the samples of this data parallel rank's micro-batches in a scoring pass."""
     ranks = parallel_state.get_data_parallel_world_size()
-    packing = plan(lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=ranks)
-    return packing.steps[0][parallel_state.get_data_parallel_rank()]
+    step = _scoring_step(np.asarray(lengths, np.int64).tobytes(), max_tokens, ranks)
+    return step[parallel_state.get_data_parallel_rank()]
+
+
+# The policy, the reference and the critic score the batch that `scored_samples` divides. One plan
+# of 16,384 samples for 1,024 ranks takes 0.4 s.
+@lru_cache(maxsize=1)
+def _scoring_step(lengths: bytes, max_tokens: int, ranks: int) -> Step:
+    return plan(
+        np.frombuffer(lengths, np.int64),
+        global_batch_size=None,
+        max_tokens=max_tokens,
+        data_parallel=ranks,
+    ).steps[0]
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int, *, where: str) -> int:
