@@ -110,10 +110,11 @@ def test_a_run_on_gpus_or_with_little_memory_has_no_template(tmp_path: Path, sta
 @pytest.mark.integration
 def test_engines_and_workers_are_forked_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_model(tmp_path / "model", seed=0)
+    others = _descendants()  # servers and fork servers that other tests share
     with template_of_run(tmp_path, wanted=True):
         server = make_server(tmp_path / "model", tmp_path / "server.log")
         server.start()
-        templates = _descendants()
+        templates = _descendants() - others
         assert isinstance(server.process, ForkedProcess)
         local_ray.connect(ResourcesConfig(), tmp_path, namespace="forked")
         try:
