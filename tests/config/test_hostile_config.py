@@ -400,7 +400,7 @@ ROWS: Mapping[str, tuple[bytes, Words]] = {
     "NaN": (b'{"prompt": "a", "answer": NaN}', ("train.jsonl:1", "nan")),
     "a null": (b'{"prompt": null, "answer": "1"}', ("train.jsonl:1", "'prompt'")),
     "an empty prompt": (b'{"prompt": "", "answer": "1"}', ("train.jsonl:1", "empty")),
-    "a number as a prompt": (b'{"prompt": 5, "answer": "1"}', ("train.jsonl:1", "int")),
+    "a number as a prompt": (b'{"prompt": 0.5, "answer": "1"}', ("train.jsonl:1", "float")),
     "a list of texts as a prompt": (b'{"prompt": ["a"], "answer": "1"}', ("train.jsonl:1", "list")),
     "a message without a role": (
         b'{"prompt": [{"content": "a"}], "answer": "1"}',
