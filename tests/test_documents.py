@@ -280,7 +280,8 @@ def overrides_of(command: str) -> tuple[str, list[str]] | None:
 def test_every_training_command_has_a_valid_configuration(document, tmp_path, monkeypatch):
     example = next(code for code in blocks("README.md", "yaml") if code.startswith("# my_run.yaml"))
     (tmp_path / "my_run.yaml").write_text(example, encoding="utf-8")
-    make(tmp_path / "my_run")
+    for name in ("my_run", "first_run"):
+        make(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     for command in commands(document):
         if given := overrides_of(command):
