@@ -18,7 +18,14 @@ from tools.command import parsers
 TEMPLATE = Path(__file__).with_name("init_template")
 TEMPLATE_NAME = "my_run"
 """Name of the run in the files of the template."""
-FILES = ("README.md", "recipe.yaml", "reward.py", "test_reward.py", "train.jsonl")
+FILES = (
+    "README.md",
+    "recipe.yaml",
+    "reward.py",
+    "test_reward.py",
+    "pytest.ini",
+    "train.jsonl",
+)
 
 
 def main() -> int:

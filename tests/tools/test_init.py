@@ -52,6 +52,14 @@ def test_the_test_of_the_reward_passes(made: Path):
     assert "5 passed" in done.stdout
 
 
+def test_the_test_passes_in_a_project_with_other_settings_of_pytest(made: Path):
+    """As in a checkout of rlpipe, which imports tests without their folder."""
+    (made.parent / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\n'
+    )
+    test_the_test_of_the_reward_passes(made)
+
+
 def test_the_readme_is_short_and_names_the_run(made: Path):
     text = (made / "README.md").read_text()
     assert len(text.splitlines()) <= 18

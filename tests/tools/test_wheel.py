@@ -15,6 +15,7 @@ import pytest
 
 from rlpipe.config.load import recipes
 from rlpipe.system.project import PACKAGES
+from tools.init import FILES
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,7 @@ def test_the_wheel_has_one_top_level_package_with_all_files_of_the_project(wheel
         if (ROOT / name).exists() and not name.endswith(left_out)
     }
     assert wanted - names == set()
-    assert "rlpipe/_project/tools/init_template/README.md" in names
+    assert {f"rlpipe/_project/tools/init_template/{name}" for name in FILES} <= set(names)
     assert "rlpipe/_project/constraints.txt" in names
 
 
