@@ -294,7 +294,7 @@ def prefect_server() -> Iterator[Line]:
     """Check the configured Prefect server."""
     url = os.environ.get("PREFECT_API_URL") or url_of_profile()
     if url is None:
-        yield Line(OK, "Prefect server", "none is configured: the runs of a home start their own")
+        yield Line(OK, "Prefect server", "this shell names none, so runs start their own")
         return
     try:
         check_reachable(url)

@@ -105,4 +105,5 @@ from importlib.metadata import version
 
 names = ("torch", "sglang", "megatron-core", "ray", "prefect")
 print("setup: done;", ", ".join(f"{name} {version(name)}" for name in names))
+print("setup: `source .venv/bin/activate`, then `rlpipe doctor` checks this machine")
 END
