@@ -194,6 +194,8 @@ def test_messages_need_apply_chat_template(folder: Path):
     generate = {"custom_generate_function_path": f"{folder}/mine.py:generate"}
     sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
     check(config(folder, rollout={**sizes, **generate}), folder)
+    held = {"name": "held", "prompts": prompts(folder, "held.jsonl")}
+    check(config(folder, evaluation={"datasets": [{**held, **generate}]}), folder)
 
 
 def test_the_error_of_a_missing_column_of_trls_form_names_it(folder: Path):

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from rlpipe.errors import DeadlineExceeded
+from rlpipe.errors import DeadlineExceeded, ResourceError
 from rlpipe.observe.trace import Event
 from tools.bench import iterations
 from tools.bench.__main__ import main
@@ -142,3 +143,24 @@ def test_only_the_gpus_that_a_run_sees_are_watched(tmp_path, monkeypatch):
                 time.sleep(0.01)
         assert ("--id=2,3" in asked.read_text()) is expected
         asked.unlink()
+
+
+@pytest.mark.parametrize(
+    ("program", "fails"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", False),
+        ("raise SystemExit(143)", False),
+        ("raise SystemExit(1)", True),
+    ],
+)
+def test_a_run_that_the_time_limit_ends_has_not_failed(tmp_path, monkeypatch, program, fails):
+    bench = open_bench(tmp_path, "tiny", [], seconds=30, repeats=1)
+    monkeypatch.setattr(iterations, "_until_started", lambda *_: None)
+    program_of = subprocess.Popen
+
+    def start(command, **options):
+        return program_of([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(iterations.subprocess, "Popen", start)
+    with pytest.raises(ResourceError) if fails else nullcontext():
+        iterations.run(bench, tmp_path / "iteration" / "run")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tools.slime_counts import services
 from tools.slime_counts import start as starts
 from tools.slime_counts.launches import Launch
 from tools.slime_counts.stand_ins import MODEL_TYPES, model_type, write_model
@@ -152,6 +153,43 @@ def test_a_launch_that_trains_prediction_layers_has_those_of_the_stand_in(
     write_model("mimo", tmp_path / "mimo")
     names = load_file(tmp_path / "mimo" / "model.safetensors")
     assert names["model.mtp_layers.0.input_proj.weight"].shape == (64, 128)
+
+
+def _first_row(words: list[str], folder: Path) -> tuple[dict[str, list[str]], dict]:
+    """Flags of the small run of these words, and the first row of its prompts."""
+    small = starts._flags(tuple(starts.small_words(tuple(words), folder)))
+    (path,) = small["prompt_data"]
+    return small, json.loads(Path(path).read_text().splitlines()[0])
+
+
+def test_rows_have_what_the_functions_of_examples_read(runs: Runs, tmp_path: Path):
+    filtered = ["--dynamic-sampling-filter-path", "m.filter"]
+    base = LAUNCH.replace("--apply-chat-template ", "").split()
+    small, row = _first_row([*base, *filtered], tmp_path)
+    assert row["question"].startswith("What") and row["metadata"] == {"rm_type": "random"}
+    assert small["dynamic_sampling_filter_path"] == ["m.filter"]
+    tasks = [word if word != "question" else "index" for word in base]
+    generate = ["--custom-generate-function-path", services.TAU_BENCH]
+    small, row = _first_row([*tasks, *filtered, *generate], tmp_path)
+    assert row["index"] == 0 and "dynamic_sampling_filter_path" not in small
+    generate = ["--custom-generate-function-path", services.CODING_AGENT]
+    _, row = _first_row([*base, *generate], tmp_path)
+    assert row["metadata"]["eval_cmd"] == "true"
+    rollout = ["--rollout-function-path", services.ROLLOUT_BUFFER]
+    _, row = _first_row([*base, *rollout], tmp_path)
+    assert row["question"][0]["role"] == "user"
+
+
+def test_each_set_of_an_evaluation_has_the_rows_of_its_verifier(runs: Runs, tmp_path: Path):
+    sets = [{"name": "math", "rm_type": "math"}, {"name": "if", "rm_type": "ifbench"}]
+    (tmp_path / "eval_of_launch.yaml").write_text(json.dumps({"eval": {"datasets": sets}}))
+    words = [*LAUNCH.split(), "--eval-config", str(tmp_path / "eval_of_launch.yaml")]
+    starts.small_words(tuple(words), tmp_path)
+    metadata = [
+        json.loads((tmp_path / f"{name}.jsonl").read_text().splitlines()[0])["metadata"]
+        for name in ("math", "if")
+    ]
+    assert metadata == [{}, starts.ROW_METADATA["ifbench"]]
 
 
 @pytest.mark.parametrize(

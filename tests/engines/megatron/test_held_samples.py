@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlpipe.config.algorithms import LossConfig
+from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.held_jobs import score_and_train_held
 from tests.engines.megatron.test_parallel import LAYOUTS, TRAIN
@@ -81,3 +84,26 @@ def test_one_rank_holds_all_samples(models):
         for one in (False, True)
     )
     assert_same(whole, own)
+
+
+@pytest.mark.parametrize(
+    ("loss", "scored", "whole"),
+    [
+        ({}, True, False),
+        ({"use_tis": True}, False, False),
+        ({"use_tis": True}, True, True),
+        ({"rs_veto_threshold": 1e-4}, True, True),
+        ({"custom_pg_loss_reducer_function_path": "mine.reduce"}, False, True),
+    ],
+)
+@pytest.mark.parametrize("prediction_layers", [None, 1])
+def test_steps_that_compare_samples_read_the_whole_batch(
+    loss: dict[str, Any], scored: bool, whole: bool, prediction_layers: int | None
+):
+    config = SimpleNamespace(mtp_num_layers=prediction_layers)
+    engine: Any = SimpleNamespace(
+        trained=SimpleNamespace(bridge=SimpleNamespace(config=config)),
+        _train=SimpleNamespace(loss=LossConfig.model_validate(loss)),
+    )
+    reads = MegatronEngine.reads_whole_batch(engine, scored=scored)
+    assert reads is (whole or prediction_layers is not None)
