@@ -123,7 +123,7 @@ class KeptServer:
                 descriptor = os.pidfd_open(record["pid"])
                 end_process(record["pid"], descriptor)
                 os.close(descriptor)
-            _record(self.path).unlink(missing_ok=True)
+            _forget(self.path)
         return True
 
     def _read(self) -> dict[str, Any] | None:
@@ -167,7 +167,7 @@ def _watch(leader: int, descriptor: int, path: Path, seconds: float) -> None:
                 fcntl.flock(lock, fcntl.LOCK_UN)
             else:
                 # The lock stays: a run that comes now waits, and then starts another server.
-                _record(path).unlink(missing_ok=True)
+                _forget(path)
                 end_process(leader, descriptor)
                 return
 
@@ -181,6 +181,13 @@ def end_process(pid: int, descriptor: int) -> None:
         if not poll.poll(1000 * END_TIMEOUT_S):
             os.kill(pid, signal.SIGKILL)
             poll.poll()
+
+
+def _forget(path: Path) -> None:
+    """Remove the record of a server, and its sockets: `PATH-NAME`."""
+    _record(path).unlink(missing_ok=True)
+    for socket in path.parent.glob(f"{path.name}-*"):
+        socket.unlink(missing_ok=True)
 
 
 def _record(path: Path) -> Path:

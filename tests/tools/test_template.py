@@ -90,8 +90,11 @@ def test_without_a_time_to_stay_the_template_ends_with_its_run(
 
 def test_down_ends_an_unused_template(tmp_path: Path, started):
     with template_of_run(tmp_path, wanted=True):
-        assert down(LocalServers(tmp_path)) == []
+        socket = Path(f"{os.environ[forked.VARIABLE]}-worker")
+        socket.touch()
+        assert down(LocalServers(tmp_path)) == [] and socket.exists()
     assert down(LocalServers(tmp_path)) == ["the template of engines and workers"]
+    assert not socket.exists()
     assert started[0].poll() is not None
 
 
