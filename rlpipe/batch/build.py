@@ -12,7 +12,7 @@ samples cannot be trained; the commit names the reason:
 | `stale`        | has a token in the loss that too old weights sampled                          |
 | `unrouted`     | has a token in the loss without known experts (use_rollout_routing_replay)    |
 
-`fix_batch` reads no tokens but those that a rule asks about. Each rank then reads the samples that
+`fix_batch` reads only the tokens that a rule needs. Each rank then reads the samples that
 it scores (`ChosenRows.columns`), and the rank that writes the batch reads all of it.
 
 N samples, R response tokens, S tokens of prompts and responses.
@@ -273,7 +273,7 @@ def _ordered(rows: RolloutRows, accepted: Collection[str]) -> np.ndarray:
 
 
 class _Masks:
-    """Loss masks of candidate rows, read only for the rows that a rule asks about."""
+    """Loss masks of candidate rows. Only the rows that a rule needs are read."""
 
     def __init__(
         self, rows: RolloutRows, candidates: np.ndarray, scalars: RowScalars, oldest: int | None
@@ -283,15 +283,15 @@ class _Masks:
         self._scalars = scalars
         self._oldest = oldest
 
-    def with_tokens(self, asked: np.ndarray) -> np.ndarray:
-        """Return one flag per candidate: it is `asked` for and has a token in the loss."""
-        sample, _ = self._tokens_in_loss(asked)
+    def with_tokens(self, chosen: np.ndarray) -> np.ndarray:
+        """Return one flag per candidate: it is in `chosen` and has a token in the loss."""
+        sample, _ = self._tokens_in_loss(chosen)
         return np.bincount(sample, minlength=len(self._candidates)) > 0
 
-    def with_token_older_than(self, oldest: int, asked: np.ndarray) -> np.ndarray:
+    def with_token_older_than(self, oldest: int, chosen: np.ndarray) -> np.ndarray:
         """As `with_tokens`, for a token in the loss that weights older than `oldest` sampled."""
-        sample, token = self._tokens_in_loss(asked)
-        versions = self._scalars.select(np.flatnonzero(asked)).token_versions(oldest)
+        sample, token = self._tokens_in_loss(chosen)
+        versions = self._scalars.select(np.flatnonzero(chosen)).token_versions(oldest)
         return np.bincount(sample[versions[token] < oldest], minlength=len(self._candidates)) > 0
 
     def with_unrouted_token(self) -> np.ndarray:
@@ -304,9 +304,13 @@ class _Masks:
         unrouted = scalars.routed_tokens[sample] < needed
         return np.bincount(sample[unrouted], minlength=len(self._candidates)) > 0
 
-    def _tokens_in_loss(self, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens in the loss: candidate, and number among the asked ones' tokens."""
-        samples = np.flatnonzero(asked)
+    def _tokens_in_loss(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens in the loss of the `chosen` candidates.
+
+        The first array has the candidate of each token, the second its number among the tokens of
+        the chosen candidates.
+        """
+        samples = np.flatnonzero(chosen)
         if len(samples) == 0:
             return samples, samples
         scalars = self._scalars.select(samples)
@@ -341,8 +345,8 @@ def _dropped(keys: list[tuple[str, int]], flags: dict[str, np.ndarray]) -> dict[
 def _groups_without_tokens(groups: np.ndarray, is_stale: np.ndarray, masks: _Masks) -> set[str]:
     """Return the groups with a stale sample in which masking left no token in the loss."""
     stale = set(groups[is_stale].tolist())
-    asked = np.array([group in stale for group in groups.tolist()], bool)
-    return stale - set(groups[masks.with_tokens(asked)].tolist())
+    chosen = np.array([group in stale for group in groups.tolist()], bool)
+    return stale - set(groups[masks.with_tokens(chosen)].tolist())
 
 
 def _nothing_left(dropped: dict[str, str]) -> DataError:
