@@ -28,7 +28,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 prepare()
 
-settings.register_profile("rlpipe", deadline=None, max_examples=50)
+# The same examples in every run: a change is not refused for what another one left. The search for
+# new ones is `pytest --hypothesis-profile=search`.
+settings.register_profile("rlpipe", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("rlpipe")
 
 

@@ -180,8 +180,8 @@ def other(name: str, value: Any) -> Any:
         return (hook,) if isinstance(value, tuple) else hook
     if name == "over_sampling_batch_size":
         return 9
-    if name in ("global_batch_size", "num_steps_per_rollout"):
-        return 4  # a number: a schedule's length is computed from it
+    if name in ("global_batch_size", "num_steps_per_rollout", "ref_update_interval"):
+        return 4  # a number: others are computed from it
     if name == "reward":
         return RewardConfig(function=NoReward(type="none"))
     if isinstance(value, bool):
