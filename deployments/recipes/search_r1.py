@@ -32,6 +32,7 @@ import httpx
 from transformers import AutoTokenizer
 
 from rlpipe.rollout.retrieval import Retrieval
+from rlpipe.system.certificates import certificates
 from rlpipe.types import Sample
 
 STOPS = ["</search>", "</answer>"]
@@ -52,7 +53,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     engine = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     sample.loss_mask = []
     reason = "length"
-    async with httpx.AsyncClient(timeout=None) as client:
+    async with httpx.AsyncClient(timeout=None, verify=certificates()) as client:
         for turn in range(1, args.max_turns + 1):
             room = args.rollout_max_response_len - len(sample.loss_mask)
             if room < 1:

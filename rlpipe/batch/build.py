@@ -38,10 +38,23 @@ from rlpipe.store.routed_experts import NOT_ROUTED
 from rlpipe.types import Sample, Status
 
 UNROUTED_HELP = (
-    "unrouted groups: ask args.sglang_router_ip:port in your generate function, or set "
+    "unrouted: ask args.sglang_router_ip:port in your generate function, or set "
     "sample.rollout_routed_experts; rollouts from before train.use_rollout_routing_replay have "
     "none: use train.use_routing_replay"
 )
+HELP = {
+    "failed": "failed: the generate function raised; `rlpipe rollouts` shows the errors",
+    "aborted": "aborted: samples were cut off and not continued; with rollout.partial_rollout "
+    "later iterations continue them",
+    "empty": "empty: a sample of the group has no response tokens; look at it with `rlpipe "
+    "rollouts`, and drop such groups with rollout.dynamic_sampling_filter_path",
+    "stale": "stale: tokens are older than async_buffer_size iterations; raise it, or set "
+    "rollout.mask_offpolicy_in_partial_rollout to train on the newer tokens only",
+    "reward_error": "reward_error: the reward function failed for a sample of each group; "
+    "`rlpipe rollouts` shows the errors; reward.on_error sets a reward for such samples",
+    "unrouted": UNROUTED_HELP,
+}
+"""What to do, by the reason for which a group is left out."""
 SCORED_COLUMNS = ("prompt_ids", "response_ids", "loss_mask")
 """Stored columns about single tokens that every scoring pass reads."""
 UNFINISHED = (Status.ABORTED.value, Status.PENDING.value)
@@ -352,12 +365,13 @@ def _groups_without_tokens(groups: np.ndarray, is_stale: np.ndarray, masks: _Mas
 def _nothing_left(dropped: dict[str, str]) -> DataError:
     reasons = sorted(Counter(dropped.values()).items())
     counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
+    most = max(reasons, key=lambda reason: reason[1])[0] if reasons else None
     return DataError(
         "no group is left to train on",
         where="advantage",
         found=f"{len(dropped)} groups left out: {counts}",
         expected="at least one accepted group whose samples were all generated and scored",
-        do=UNROUTED_HELP if "unrouted" in dropped.values() else None,
+        do=HELP.get(most) if most else None,
     )
 
 

@@ -8,6 +8,7 @@ value. An error never becomes a silent 0.
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -229,16 +230,27 @@ def _check_errors(scored: list[tuple[RewardRow, Sample]], config: RewardConfig) 
     if len(failed) > config.max_error_fraction * len(scored):
         row, sample = failed[0]
         raise RewardError(
-            "the reward function failed for too many samples",
-            where=f"reward/{row.group_id}/{row.index}",
-            found=f"{len(failed)} of {len(scored)} samples; the first error:\n"
-            f"    {row.error}\n"
+            f"{_name(config.function)} failed for {len(failed)} of {len(scored)} samples",
+            where="reward",
+            found=f"{_one_line(row.error or '')}\n"
+            f"    in sample {row.index} of group {row.group_id}\n"
             f"    prompt {_excerpt(sample.prompt)}\n"
             f"    response {_excerpt(sample.response)}\n"
             f"    label {_excerpt(sample.label)}",
-            expected=f"at most {config.max_error_fraction:.0%} (reward.max_error_fraction)",
+            expected=f"errors in at most {config.max_error_fraction:.0%} of the samples "
+            "(reward.max_error_fraction)",
             do="correct the reward function and start the run again; it scores the stored samples",
         )
+
+
+def _name(function: RewardFunction) -> str:
+    path = getattr(function, "path", None)
+    return f"the reward function {path}" if path else f"the reward {function.type!r}"
+
+
+def _one_line(error: str) -> str:
+    """Return the text of an error with its fields (found, expected, do) in one line."""
+    return re.sub(r"\n +(found|expected|do): +", r"; \1 ", error)
 
 
 def _excerpt(value: object) -> str:

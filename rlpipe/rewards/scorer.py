@@ -199,6 +199,7 @@ def _finite(value: Any, description: str) -> float:
     else:
         # reprlib: repr of a list of a million numbers takes seconds and gigabytes.
         found = f"{type(value).__name__} {reprlib.repr(value)}"[:200]
+        found = "None (does the function return on every path?)" if value is None else found
     raise RewardError(f"{description} is not a finite number", found=found)
 
 

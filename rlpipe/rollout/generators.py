@@ -146,12 +146,12 @@ class RolloutResources:
         """Return text as ids, without a chat template."""
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
-    def limits(self, rollout: RolloutConfig) -> Limits:
+    def limits(self, context: RolloutContext) -> Limits:
         """Return the limits that a row must respect."""
         engine_context = self.config.engine.sglang.get("context_length")
         bounds = (
             self.model_context_len,
-            rollout.rollout_max_context_len,
+            context.rollout.rollout_max_context_len,
             engine_context and size_of(engine_context),
         )
         return Limits(
@@ -160,6 +160,7 @@ class RolloutResources:
             reward_key=getattr(self.config.reward.function, "reward_key", None),
             routed_width=self.routed_width,
             teacher=self.config.teacher_of_samples,
+            trained=not context.evaluation,
         )
 
     def wants_routed_experts(self, context: RolloutContext) -> bool:
@@ -245,7 +246,7 @@ async def open_rollout_function(
             path,
             hook_args(resources, endpoints.gateway, context),
             endpoints.gateway.journal,
-            resources.limits(context.rollout),
+            resources.limits(context),
             iteration=context.iteration,
             timeout_s=rollout.timeout_s,
             reward=resources.config.reward,
@@ -292,7 +293,7 @@ class UserEndpoints:
             async with Gateway(
                 client,
                 resources.tokenizer,
-                context_len=resources.limits(context.rollout).context_len,
+                context_len=resources.limits(context).context_len,
                 stop=context.stop,
                 affinity=resources.affinity,
                 routed=resources.wants_routed_experts(context),
@@ -344,7 +345,7 @@ def _single_turn(
         client,
         context.sampling_params(),
         decode=resources.response_text(context.rollout),
-        context_len=resources.limits(context.rollout).context_len,
+        context_len=resources.limits(context).context_len,
         seeded=resources.seeded(on_gpus=context.on_gpus),
         routed=resources.wants_routed_experts(context),
         stop=context.stop,
@@ -363,7 +364,7 @@ def _multi_turn(
         TurnLimits(
             max_turns=rollout.max_turns,
             response_len=rollout.rollout_max_response_len,
-            context_len=resources.limits(rollout).context_len,
+            context_len=resources.limits(context).context_len,
             turn_len=rollout.max_turn_tokens,
             tool_response_len=rollout.max_tool_response_len,
         ),
@@ -398,7 +399,7 @@ def _user_generate(
         params,
         journal=endpoints.gateway.journal,
         sessions=endpoints.sessions,
-        limits=resources.limits(context.rollout),
+        limits=resources.limits(context),
         evaluation=context.evaluation,
         seeded=resources.seeded(on_gpus=context.on_gpus),
         stop=context.stop,
@@ -423,7 +424,7 @@ class _WithSampleHooks:
         self.resources = resources
         self.context = context
         self.args = args
-        self.limits = resources.limits(context.rollout)
+        self.limits = resources.limits(context)
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         # Samples that an earlier rollout finished have passed the hooks there.

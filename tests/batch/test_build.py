@@ -364,7 +364,7 @@ def test_supervised_rows_need_no_reward_and_no_log_probs():
     batch = fix_batch(given_rows, [], scored=False, version=VERSION)
     assert batch.columns.rollout_log_probs is None
     assert batch.columns.loss_mask.tolist() == [0, 1, 1]
-    with pytest.raises(DataError, match="no group is left"):
+    with pytest.raises(DataError, match="no group is left[\\s\\S]*do: +reward_error: the reward"):
         fix_batch(given_rows, [], scored=True, version=VERSION)
 
 

@@ -34,6 +34,7 @@ import numpy as np
 
 from rlpipe.data.user_source import is_given
 from rlpipe.errors import EngineError, HookError
+from rlpipe.rollout.generate import FINISHED
 from rlpipe.rollout.generation import runs_of
 from rlpipe.rollout.hooks.journal import Journal
 from rlpipe.slime.sample import own_sample
@@ -71,6 +72,8 @@ class Limits:
     """Numbers per token of the routed experts. 0: they are not stored."""
     teacher: bool = False
     """True if samples have the teacher's log-probs (teacher.opd_type: samples)."""
+    trained: bool = True
+    """False in evaluations, where a response may be text without tokens."""
 
 
 def checked_rows(
@@ -158,6 +161,7 @@ def _complete(
     except ValueError as error:
         raise _error("the response is longer than the tokens", where, found=error) from error
     _settle_status(sample, where)
+    _check_response(sample, limits, where)
     if before is not None:
         _forget_copied_values(sample, before)
     _check_tokens(sample, limits, where)
@@ -172,17 +176,26 @@ def _settle_status(sample: Sample, where: str) -> None:
     # slime's functions may set the status as a string, or as a value of slime's own enumeration.
     if not isinstance(sample.status, Status):
         sample.status = Status(getattr(sample.status, "value", sample.status))
-    if sample.status is not Status.PENDING:
-        return
-    if sample.response_ids:
+    if sample.status is Status.PENDING and sample.response_ids:
         sample.status = Status.COMPLETED
+
+
+def _check_response(sample: Sample, limits: Limits, where: str) -> None:
+    """Raises: HookError if the function set the text and no tokens, or nothing at all."""
+    text_only = limits.trained and sample.response and sample.status in FINISHED
+    if sample.response_ids or not (text_only or sample.status is Status.PENDING):
         return
-    found = "status pending"
+    found = f"status {sample.status.value}"
     if sample.response:
-        # The usual mistake: the function set the text and no tokens.
         found += f", a response text of {len(sample.response)} characters"
-    expected = "tokens (prompt + response) and response_length"
-    raise _error("the sample has no response tokens", where, found=found, expected=expected)
+    raise HookError(
+        "the sample has no response tokens",
+        where=where,
+        found=found,
+        expected="sample.tokens (prompt + response) and sample.response_length",
+        do="append the ids that the engine sampled; its answer has them as "
+        "[entry[1] for entry in meta_info['output_token_logprobs']]",
+    )
 
 
 def _forget_copied_values(sample: Sample, before: Sample) -> None:

@@ -131,6 +131,10 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
             _sample(status=Status.PENDING, response="hello"),
             "no response tokens[\\s\\S]*5 characters",
         ),
+        (
+            _sample(tokens=[5, 6], status=Status.COMPLETED, response="hello"),
+            "no response tokens[\\s\\S]*status completed, [\\s\\S]*append the ids",
+        ),
         (_sample(tokens=[5, 6, 7], response_length=5), "longer than the tokens"),
         (_sample(tokens=[7], response_length=1), "no prompt tokens"),
         (_sample(tokens=[5, 6, 100], response_length=1), "vocabulary[\\s\\S]*100"),
@@ -159,6 +163,12 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
 def test_an_invalid_sample_is_an_error_with_the_reason(answer, message):
     with pytest.raises(HookError, match=message):
         _rows(copy.deepcopy(answer))
+
+
+def test_a_response_of_text_without_tokens_is_a_row_of_an_evaluation():
+    sample = _sample(tokens=[5, 6], status=Status.COMPLETED, response="hello")
+    (row,) = _rows(sample, limits=Limits(100, 40, trained=False))
+    assert (row.response, row.response_ids) == ("hello", [])
 
 
 def test_returning_one_sample_twice_is_an_error():
