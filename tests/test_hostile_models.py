@@ -114,8 +114,10 @@ def test_a_wrong_header_is_detected_when_it_is_read(
     folder = _tampered(_model(tmp_path_factory.getbasetemp() / "tampered"), header)
     with suppress(DataError):
         weights = HfWeights(folder)
-        assert tuple(weights.read("a").shape) == tuple(weights.meta("a").shape)
-        assert header == HEADER
+        read = weights.read("a")
+        assert tuple(read.shape) == tuple(weights.meta("a").shape)
+        # Nothing in the file tells 2 × 3 values from 6.
+        assert header == HEADER or (name == "shape" and read.numel() == 6)
 
 
 @pytest.mark.parametrize(

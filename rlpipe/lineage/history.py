@@ -84,6 +84,7 @@ class HistoryReader:
             config_yaml=dump(config),
             totals=_totals(self._records, evaluations, timing),
             other_seconds=_other_seconds(timing),
+            wall_seconds=[entry["iteration_s"] for entry in timing if "iteration_s" in entry],
             packages=self._newest.packages if self._newest else {},
             has_reference=config.advantage.reference,
             links=_links(self._directory, timing),
@@ -256,9 +257,7 @@ def _totals(
     for record in records:
         for name, seconds in record.seconds.items():
             by_stage[name] = by_stage.get(name, 0.0) + seconds
-    overhead = [
-        entry["iteration_s"] - entry["work_s"] for entry in timing if "iteration_s" in entry
-    ]
+    overhead = _overheads(timing)
     main = [
         evaluation for evaluation in evaluations if evaluation.dataset == evaluations[0].dataset
     ]
@@ -290,12 +289,19 @@ def _links(directory: Path, timing: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _other_seconds(timing: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds outside the recorded stages: start, evaluations, checkpoints."""
+    """Return the seconds outside the recorded stages, which `RunHistory.other_seconds` names."""
     total: dict[str, float] = {}
     for entry in timing:
         for name, seconds in entry["other"].items():
             total[name] = total.get(name, 0.0) + seconds
-    return total
+    # Negative where stages of several iterations ran at the same time.
+    between = sum(_overheads(timing))
+    return {**total, "between stages": between} if between > 0 else total
+
+
+def _overheads(timing: list[dict[str, Any]]) -> list[float]:
+    """Return the seconds of each iteration in which no stage ran."""
+    return [entry["iteration_s"] - entry["work_s"] for entry in timing if "iteration_s" in entry]
 
 
 def _rate(records: list[IterationRecord], stage: str) -> float | None:

@@ -147,7 +147,7 @@ def sample_sets(
         if shown is not None:
             page.add(source, shown)
     sets = [page.sets[source] for source in sorted(page.sets, key=lambda source: source.order)]
-    return sets, _about(page.sets, len(stored), len(nodes))
+    return sets, _about(run, page.sets, len(stored), len(nodes))
 
 
 def spread(sources: Sequence[Source]) -> list[Source]:
@@ -226,12 +226,21 @@ def _alternating(first: Sequence[Source], second: Sequence[Source]) -> list[Sour
     return both
 
 
-def _about(shown: Mapping[Source, ShownSet], num_rollouts: int, num_evaluations: int) -> str:
+def _about(
+    run: str, shown: Mapping[Source, ShownSet], num_rollouts: int, num_evaluations: int
+) -> str:
     num_shown = sum(source.dataset is None for source in shown)
     parts = [_counted(num_shown, num_rollouts, "iteration")]
     if num_evaluations:
         parts.append(_counted(len(shown) - num_shown, num_evaluations, "evaluation"))
-    return f"{' and '.join(parts)}."
+    counts = f"{' and '.join(parts)}."
+    complete = all(len(one.samples) == one.total for one in shown.values())
+    if len(shown) == num_rollouts + num_evaluations and complete:
+        return counts
+    return (
+        f"{counts} A page of several has a part of each. All samples of iteration K: "
+        f"rlpipe rollouts {run} --iterations K --out page.html"
+    )
 
 
 def _counted(shown: int, stored: int, noun: str) -> str:

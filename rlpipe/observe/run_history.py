@@ -83,7 +83,9 @@ class RunHistory:
     totals: dict[str, Any] = field(default_factory=dict)
     """Further JSON-able numbers by name, such as `samples`, `response_tokens`, `seconds`."""
     other_seconds: dict[str, float] = field(default_factory=dict)
-    """Total seconds outside iterations, by activity: `start`, `eval`, `checkpoint`."""
+    """Total seconds outside stages, by activity: `start`, `eval`, `checkpoint`, `between stages`."""
+    wall_seconds: list[float] = field(default_factory=list)
+    """Seconds of the iterations, as the terminal shows them; those of other machines are missing."""
     has_reference: bool = True
     """False if no reference model was scored, so that a KL to it has no meaning."""
     links: dict[str, str] = field(default_factory=dict)
@@ -153,9 +155,12 @@ class RunHistory:
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Return the median over iterations of the sum of stage seconds; None without any."""
-        sums = [sum(record.seconds.values()) for record in self.iterations if record.seconds]
-        return statistics.median(sums) if sums else None
+        """Return the median of an iteration's seconds, or if no process recorded them here, of the
+        sums of its stages; None without either."""
+        seconds = self.wall_seconds or [
+            sum(record.seconds.values()) for record in self.iterations if record.seconds
+        ]
+        return statistics.median(seconds) if seconds else None
 
 
 def show_accuracy(evaluations: Sequence[Evaluation]) -> bool:

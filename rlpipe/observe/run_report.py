@@ -28,6 +28,9 @@ from rlpipe.observe.summary import stage_table
 from rlpipe.observe.terminal import duration
 
 KL = "train/kl_loss"
+LOSS = "train/loss"
+ROUNDING = 1e-5
+"""Losses below come from rounding in float32."""
 CURVES = (
     ("rollout/response_len/mean", "Response length", "tokens, mean"),
     ("rollout/truncated_ratio", "Truncated", "share of responses that hit the length limit"),
@@ -41,14 +44,14 @@ CURVES = (
     (KL, "KL to the reference", "estimate, mean per token"),
     ("train/clipfrac", "Clipped", "share of tokens whose ratio was clipped"),
     ("perf/rollout_tokens_per_s", "Sampling speed", "response tokens per second"),
-    ("train/loss", "Loss", "of the last optimizer step"),
+    (LOSS, "Loss", "of the last optimizer step"),
 )
 """Small charts: metric, title, unit. Charts without data are omitted."""
 
 SHOWN_ELSEWHERE = ("iterations", "accuracy_before", "accuracy_after", "held_out_measure")
 """Totals that another part of the first screen shows."""
 LABELS = {
-    "seconds": "in all",
+    "seconds": "in all, with the start",
     "rollout_tokens_per_s": "tokens sampled per second",
     "train_tokens_per_s": "tokens trained per second",
     "orchestration_s_per_iteration": "between stages, per iteration",
@@ -169,7 +172,7 @@ def _hero_card(big: str, meaning: str, chart: str, caption: str) -> str:
 def _totals(history: RunHistory) -> str:
     totals: list[tuple[str, str]] = [(f"{len(history.iterations):,}", "iterations")]
     if history.iteration_seconds is not None:
-        totals.append((duration(history.iteration_seconds), "median iteration"))
+        totals.append((duration(history.iteration_seconds), "an iteration, median"))
     totals += [
         (_total_text(name, value), _total_label(name))
         for name, value in history.totals.items()
@@ -206,11 +209,12 @@ def _training(history: RunHistory) -> str:
     for metric, title, unit in CURVES:
         if metric == KL and not history.has_reference:
             continue
+        series = history.series(metric)
+        if metric == LOSS and series and max(abs(loss) for _, loss in series) < ROUNDING:
+            unit += ": 0 but for rounding, because the advantages of a group add up to 0"
         # The loss has both signs; the axes of the other curves include 0.
-        floor = None if metric == "train/loss" else 0.0
-        chart = line_chart(
-            {title: history.series(metric)}, width=320, height=190, floor=floor, smooth=True
-        )
+        floor = None if metric == LOSS else 0.0
+        chart = line_chart({title: series}, width=320, height=190, floor=floor, smooth=True)
         if chart:
             cards.append(_curve(title, unit, chart))
     if not cards:

@@ -264,7 +264,7 @@ function kindOf(reward) {
 
 function card(sample) {
   const versions = [...new Set(expandedVersions(sample))];
-  const facts = [`#${sample.index}, ${sample.tokens.toLocaleString("en")} tokens`];
+  const facts = [`#${sample.index}, ${counted(sample.tokens, "token")}`];
   if (statusOf(sample) !== "completed") facts.push(statusOf(sample));
   if (versions.length) facts.push(`weights ${versions[0]}${versions.length > 1 ? "…" + versions.at(-1) : ""}`);
   const score = make("div", { class: "score" },

@@ -299,16 +299,18 @@ def test_time_outside_the_stages_comes_from_the_timing_log(run: Written):
     run.spent(20.0, {"start": 20.0})
     run.iterate(0, train={"seconds": 2.0})
     history = run.reader().read()
-    assert history.other_seconds == {"start": 50.0, "checkpoint": 1.0, "eval": 2.0}
+    other = {"start": 50.0, "checkpoint": 1.0, "eval": 2.0, "between stages": 1.5}
+    assert history.other_seconds == other
+    assert history.iteration_seconds == 3.5
     assert history.totals["seconds"] == 59.0
     assert history.totals["orchestration_s_per_iteration"] == 0.75
     stages = {"rollout": 0.5, "reward": 0.5, "advantage": 0.5, "train": 2.0, "sync": 0.5}
-    assert history.totals["seconds_by_stage"] == {
-        **stages,
-        "start": 50.0,
-        "checkpoint": 1.0,
-        "eval": 2.0,
-    }
+    assert history.totals["seconds_by_stage"] == {**stages, **other}
+
+
+def test_iterations_whose_stages_overlap_have_no_time_between_stages(run: Written):
+    run.spent(3.0, {}, iteration_s=3.0, work_s=5.0)
+    assert run.reader().read().other_seconds == {}
 
 
 def test_a_truncated_line_of_the_timing_log_is_skipped(run: Written):

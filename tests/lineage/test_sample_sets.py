@@ -76,6 +76,7 @@ def test_a_full_page_says_what_it_leaves_out(
     sets, about = sample_sets.sample_sets(files, "first", None, evaluations=evaluations)
     assert len(sets) == 1, "the newest iteration fills the page"
     assert about.startswith("1 of ") and "0 of " in about
+    assert about.endswith("rlpipe rollouts first --iterations K --out page.html")
 
 
 def test_the_page_in_the_folder_of_a_run_links_to_its_report(store: Path, tmp_path: Path):
