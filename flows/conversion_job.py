@@ -25,6 +25,7 @@ from flows.derived_runs import saved_weights
 from rlpipe.actors.trainer.checkpoints import fetch_checkpoint
 from rlpipe.config.load import validate_stored
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, ResourceError, RlpipeError
+from rlpipe.lineage.named_runs import require_run
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.model_dir import model_directory
 from rlpipe.store.branches import Branches
@@ -66,14 +67,10 @@ def stored_checkpoint(home: Path, of: str) -> Iterator[StoredCheckpoint]:
             "not the name of a checkpoint", where="--of", found=of, expected="RUN or RUN@K"
         )
     files = Files(store_of(home, run))
-    branches = Branches(files)
-    if branches.find(run) is None:
-        raise ConfigError(
-            "the run does not exist", where=f"--of {of}", found=f"no run {run} in {files.root}"
-        )
+    config = require_run(files, run, where=f"--of {of}").config
     saved = saved_weights(files, run, int(iteration) if iteration else None)
     node = _checkpoint_node(files, saved.branch, saved.iteration)
-    model_dir = _model_dir(branches.config(run), home)
+    model_dir = _model_dir(config, home)
     name = f"{saved.branch}@{saved.iteration}"
     if files.root.startswith("file://"):
         yield StoredCheckpoint(_verified_folder(files, node), model_dir, node.digest, name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -24,6 +25,7 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.continuation import REPROCESSED_KEYS
+from rlpipe.lineage.named_runs import MOST_NAMES, require_commit, require_run
 from rlpipe.lineage.rollouts import iterations as stored_iterations
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.store.branches import Branches, parse_commit_name
@@ -31,7 +33,7 @@ from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import find_run, get_run
 from rlpipe.store.segments import Segments, current_state
-from rlpipe.types import Stage
+from rlpipe.types import Commit, Stage
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,7 @@ def stored_run(
     """
     run_file = find_run(home, run)
     files = Files(store or (run_file.store if run_file else home / "store"))
-    branches = Branches(files)
-    branch = branches.find(run)
-    if branch is None:
-        raise ConfigError(
-            "the run does not exist",
-            where=run,
-            found=f"no run of this name in {files.root}",
-            expected=f"one of {', '.join(branches.names()) or '(the store has no run)'}",
-            do="name a run of this store, or give --home or --store",
-        )
+    branch = require_run(files, run, where=run)
     same_store = run_file is not None and Files(run_file.store).root == files.root
     config = upgraded(RunConfig, run_file.config if run_file and same_store else branch.config)
     if store is not None or files.root != Files(home / "store").root:
@@ -120,16 +113,7 @@ def fork_run(
     parent, iteration = parse_commit(of, "fork")
     source = stored_run(home, parent, store, recipes=recipes)
     branches = Branches(source.files)
-    newest = branches.newest(parent)
-    if newest is None or (iteration is not None and iteration > newest.iteration):
-        raise ConfigError(
-            "the run has not committed this iteration",
-            where="fork",
-            found=of,
-            expected=f"RUN@K with K from 0 to {newest.iteration}"
-            if newest
-            else "a run with a committed iteration",
-        )
+    newest = require_commit(source.files, parent, iteration or 0, where="fork")
     begun = branches.find(run) if run and iteration is None else None
     if begun and begun.parent:
         # The parent may have trained on since: the fork stays at the commit that it began with.
@@ -206,7 +190,9 @@ def evaluation_config(
             "no held-out set to evaluate",
             where="evaluation.datasets",
             found="none",
-            do="name held-out sets, or a recipe that has some",
+            do="name a recipe that has some with --recipe, or give one: --eval-prompt-data NAME "
+            "FILE.jsonl --eval-label-key answer, or 'evaluation.datasets=[{name: NAME, prompts: "
+            "{type: file, paths: [FILE.jsonl], label_key: answer}}]'",
         )
     return config
 
@@ -216,23 +202,33 @@ def saved_weights(files: Files, run: str, iteration: int | None) -> BranchModel:
 
     Raises: ConfigError if the weights have no checkpoint.
     """
-    branches = Branches(files)
-    nodes = Nodes(files)
-    commits = [branches.read(run, iteration)] if iteration is not None else branches.walk(run)
-    for commit in commits:
-        weights = current_state(
-            Segments(files), commit.branch, commit.iteration + 1, commit.nodes[Stage.TRAIN]
-        )
-        if nodes.find(Stage.CHECKPOINT, checkpoint_inputs(weights).digest) is not None:
-            return BranchModel(branch=commit.branch, iteration=commit.iteration)
+    where = run if iteration is None else f"{run}@{iteration}"
+    require_commit(files, run, iteration or 0, where=where)
+    saved = (commit for commit in Branches(files).walk(run) if _has_checkpoint(files, commit))
+    if iteration is None:
+        found = next(saved, None)
+    else:
+        commit = Branches(files).read(run, iteration)
+        found = commit if _has_checkpoint(files, commit) else None
+    if found is not None:
+        return BranchModel(branch=found.branch, iteration=found.iteration)
+    names = [f"{run}@{commit.iteration}" for commit in islice(saved, MOST_NAMES)]
     raise ConfigError(
-        "the run has no saved weights",
-        where=f"run={run}",
-        found="no checkpoint"
-        if iteration is None
-        else f"no checkpoint after iteration {iteration}",
-        expected="an iteration whose weights were saved (checkpoint.save_interval)",
+        "these weights were not saved" if names else "the run has no saved weights",
+        where=where,
+        found=f"checkpoints of {', '.join(names)}" if names else "no checkpoint",
+        expected="weights that were saved: at the end, and every checkpoint.save_interval "
+        "iterations",
+        do="name one of those" if names else None,
     )
+
+
+def _has_checkpoint(files: Files, commit: Commit) -> bool:
+    """True if the weights after this iteration are stored."""
+    weights = current_state(
+        Segments(files), commit.branch, commit.iteration + 1, commit.nodes[Stage.TRAIN]
+    )
+    return Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(weights).digest) is not None
 
 
 @dataclass(frozen=True)

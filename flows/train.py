@@ -23,11 +23,17 @@ from flows.stopping import (
 from rlpipe.actors.ray.local_ray import connect
 from rlpipe.actors.ray.named import namespace
 from rlpipe.config.load import home as default_home
-from rlpipe.config.load import load_run, require_files, unused_keys, warm_start_overrides
+from rlpipe.config.load import (
+    load_run,
+    require_files,
+    unused_keys,
+    validate_stored,
+    warm_start_overrides,
+)
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import as_recorded
 from rlpipe.errors import RlpipeError
-from rlpipe.lineage.continuation import check_same_run
+from rlpipe.lineage.continuation import changed_settings, check_same_run
 from rlpipe.observe.progress import Progress
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.preflight import check, note_full_disk
@@ -134,10 +140,7 @@ async def drive(
         try:
             first = await stopping.run(begin(config.run, origin))
             if first:
-                progress.say(
-                    f"{config.run}: continuing after iteration {first - 1}; "
-                    f"{first} of {config.num_rollout} iterations are done"
-                )
+                progress.say(f"{config.run}: {_done_before(config, home, first)}")
             progress.begin(first)
             with Observer(
                 await context(config.run), first, startup_seconds=time.perf_counter() - started
@@ -160,6 +163,21 @@ async def drive(
                 end_actors=cancelled or (completed and config.resources.cluster is None),
             )
     return summary
+
+
+def _done_before(config: RunConfig, home: Path, first: int) -> str:
+    """Return what a run that starts with iteration `first` finds, as text."""
+    done = f"{first} of {config.num_rollout} iterations are done"
+    fork = config.fork_from
+    if fork is not None and fork.iteration == first - 1:
+        stored = Branches(Files(config.store.root or home / "store")).config(fork.branch)
+        parent = validate_stored(stored).model_dump(mode="json")
+        changed = changed_settings(parent, config.model_dump(mode="json"))
+        settings = "".join(f"; {key}: {change}" for key, change in changed.items())
+        return f"a fork of {fork.branch}@{fork.iteration}, where {done}{settings}"
+    if first < config.num_rollout:
+        return f"continues; {done}"
+    return f"all {done}; a larger num_rollout continues"
 
 
 async def run_iterations(

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rlpipe.config.data import (
@@ -29,7 +29,6 @@ from rlpipe.config.import_check import check_imports
 from rlpipe.config.load import find_recipe, load_run, require_files, warm_start_overrides
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import HuggingFaceModel, MadeModel
-from rlpipe.config.problems import nearest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
@@ -44,6 +43,7 @@ from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.engines.sglang.served_models import check_served
 from rlpipe.errors import ConfigError, ResourceError, RlpipeError
 from rlpipe.lineage.continuation import check_same_run
+from rlpipe.lineage.named_runs import require_run
 from rlpipe.lineage.source_weights import (
     adam_directory,
     check_shapes,
@@ -68,18 +68,19 @@ MIN_FREE_BYTES = 512 * 1024**2
 FULL_BYTES = 16 * 1024**2
 
 
-def check(config: RunConfig, home: Path) -> None:
+def check(config: RunConfig, home: Path, *, planned: Collection[str] = ()) -> None:
     """Check folders, ports, prompt rows, hooks, model directories, the store and free disk space.
 
     The runs of warm starts are checked too. User files are imported here only after a separate
-    process has imported them (`rlpipe.config.import_check`).
+    process has imported them (`rlpipe.config.import_check`). `planned`: runs that will be in the
+    store before this one starts.
     Raises: DataError with file and line; ConfigError with the key; StoreError; ResourceError.
     """
     for run in (config, *_warm_starts(config)):
-        _check_run(run, home)
+        _check_run(run, home, planned)
 
 
-def _check_run(config: RunConfig, home: Path) -> None:
+def _check_run(config: RunConfig, home: Path, planned: Collection[str]) -> None:
     _check_writable(config, home)
     # User files are imported in another process while this one reads the prompts.
     with check_imports(config, config.resources.import_timeout_s) as importing:
@@ -114,7 +115,7 @@ def _check_run(config: RunConfig, home: Path) -> None:
     for number, dataset in enumerate(datasets):
         if path := dataset.custom_generate_function_path:
             load_generate(path, f"evaluation.datasets.{number}.custom_generate_function_path")
-    _check_store(config, home)
+    _check_store(config, home, planned)
     _check_free_space(config, home)
 
 
@@ -382,7 +383,7 @@ def _check_maker(source: MadeModel) -> None:
         ) from error
 
 
-def _check_store(config: RunConfig, home: Path) -> None:
+def _check_store(config: RunConfig, home: Path, planned: Collection[str]) -> None:
     """Check that the store answers, and has the branches that the run starts from or loads.
 
     A run of this name in the store must have an equal configuration: it would be continued.
@@ -398,16 +399,8 @@ def _check_store(config: RunConfig, home: Path) -> None:
         "debug.load_debug_rollout_data": config.debug.load_debug_rollout_data,
     }
     for key, branch in branches.items():
-        if branch is not None and Branches(files).find(branch) is None:
-            names = Branches(files).names()
-            similar = (nearest(branch, names) or names)[:5]
-            raise ConfigError(
-                "the store has no such run",
-                where=key,
-                found=branch,
-                expected=f"one of {', '.join(similar)}" if names else "a run; the store has none",
-                do=f"look for the run in {files.root}, or set store.root",
-            )
+        if branch is not None and branch not in planned:
+            require_run(files, branch, where=key)
     if Branches(files).find(config.run) is not None:
         check_same_run(Branches(files), as_recorded(config, home))
 

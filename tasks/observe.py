@@ -49,8 +49,9 @@ HEAD = "commit_sha256"
 """Name of the newest commit's digest in TensorBoard and W&B (`tools.audit verify --head`)."""
 LOGPROB_DIFFERENCE = "Δlogp"
 LOGPROB_LEGEND = (
-    "Δlogp is the mean difference of the log-probs of engines and trainer that a push measures, in "
-    "nats, with its limit; max Δlogp is the largest difference of one token"
+    "Δlogp is how far the engines' log-probs are from the trainer's after a sync: the mean over "
+    "tokens, which is 0 at best, and the limit above which the run stops; max Δlogp is that of the "
+    "worst token"
 )
 NO_SIGNAL_SHARE = 0.8
 NO_SIGNAL_ITERATIONS = 5
@@ -305,6 +306,8 @@ def terminal_values(
     ran since the iteration before; 0 if another process ran it, or an earlier one.
     """
     speed = metrics.get("perf/rollout_tokens_per_s")
+    if config.debug.load_debug_rollout_data:
+        speed = None  # of the run that sampled
     if speed is not None and config.async_buffer_size and rollout_s:
         # Rollouts in flight share the engines: the time of each alone would give a lower speed.
         speed = metrics["perf/rollout_tokens"] / rollout_s

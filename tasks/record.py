@@ -134,9 +134,11 @@ async def reuse_or_run(run: RunContext, inputs: Inputs, work: Work) -> State:
     # In a thread: the store's client blocks while it retries an unreachable store.
     node = await asyncio.to_thread(run.nodes.find, inputs.stage, inputs.digest)
     if node is not None:
-        run.progress.say(
-            f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store, reused"
-        )
+        # A run that loads another run's rollouts finds their rewards in each iteration.
+        if not run.config.debug.load_debug_rollout_data:
+            run.progress.say(
+                f"{run.config.run}: {inputs.stage} {node.digest[:12]} is in the store, reused"
+            )
         return Completed(
             name="Reused",
             message=f"node {node.digest[:12]} was in the store",

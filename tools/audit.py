@@ -37,9 +37,9 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from rlpipe.config.load import home, use_home
-from rlpipe.config.problems import nearest
 from rlpipe.errors import ConfigError, ObjectMissing, RlpipeError
 from rlpipe.lineage import provenance
+from rlpipe.lineage.named_runs import require_commit, unknown_run
 from rlpipe.lineage.rollouts import iterations
 from rlpipe.lineage.sample_sets import write_samples
 from rlpipe.lineage.token_rows import decoder, tokenizer_of
@@ -107,45 +107,26 @@ def check_run_exists(files: Files, run: str) -> None:
             found="an empty name",
             expected="the name of a run",
         )
+    # Also a run whose configuration was lost is verified.
     if not any(entry.path for entry in files.survey(f"branches/{run}")):
-        known = sorted(
-            {
-                entry.path.split("/")[1]
-                for entry in files.survey("branches")
-                if entry.path.endswith("/config.json")
-            }
-        )
-        near = ", ".join(nearest(run, known) or known[:5]) or "none yet"
-        raise ConfigError(
-            "the run does not exist",
-            where=f"--run {run}",
-            found=files.root,
-            expected=f"one of: {near}",
-        )
-
-
-def check_committed(files: Files, run: str, k: int) -> None:
-    """Refuse an iteration that the run has not finished. Raises: ConfigError."""
-    newest = Branches(files).newest(run)
-    if newest is None or k > newest.iteration:
-        raise ConfigError(
-            "the run has not committed this iteration",
-            where="--run",
-            found=f"{run}@{k}",
-            expected=f"RUN@K with K from 0 to {newest.iteration}"
-            if newest
-            else "a run with a committed iteration",
-        )
+        raise unknown_run(files, run, where=f"--run {run}")
 
 
 def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
     """Print every finding and note, and the proof of a digest."""
-    with Progress(transient=True) as bar:
+    read = 0
+
+    def say(done: int, total: int) -> None:
+        nonlocal read
+        read = done
+        bar.update(task, completed=done, total=total)
+
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task(f"reading {run or files.root}", total=None)
         report = check_store(
             files,
             run or None,
-            lambda done, total: bar.update(task, completed=done, total=total),
+            say,
             arguments.head,
             PublicKey(arguments.public_key) if arguments.public_key else None,
         )
@@ -157,7 +138,8 @@ def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace
         print(report.proof)
     notes = f"; {len(report.notes)} notes" if report.notes else ""
     findings = f"{len(report.findings)} findings" if report.findings else "nothing is wrong"
-    print(f"{run or files.root}: {findings}{notes}")
+    checked = f"; every record, checksum and row of {read} iterations was read" if run else ""
+    print(f"{run or files.root}: {findings}{notes}{checked}")
     return 1 if report.findings else 0
 
 
@@ -218,7 +200,7 @@ def _anomaly_line(kind: Sequence[Anomaly]) -> str:
 def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
     """Print the origin of these weights, as JSON."""
     if k is not None:
-        check_committed(files, run, k)
+        require_commit(files, run, k, where="--run")
     if arguments.out:
         table = provenance.trained_on(files, run, k)
         pq.write_table(table, arguments.out, compression="zstd")

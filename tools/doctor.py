@@ -241,7 +241,7 @@ def memory(folder: Path) -> Iterator[Line]:
             "free",
             "remove old files there; in Docker: --shm-size=8g",
         )
-    for place, use in ((folder, "runs"), (Path(tempfile.gettempdir()), "Ray's files")):
+    for place, use in ((folder, "runs"), (Path(tempfile.gettempdir()), "Ray")):
         usage = shutil.disk_usage(existing(place))
         line = enough(
             f"disk of {use}",

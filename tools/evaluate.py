@@ -20,6 +20,7 @@ from rlpipe.config.data import EvalDataset
 from rlpipe.config.load import home, recipes, use_home, validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.observe.pages import SAMPLES_PAGE
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import BASE, overrides_of
@@ -50,6 +51,8 @@ def main() -> int:
             print(line, file=sys.stderr)
     for name, value in sorted((summary or {}).get("evaluation", {}).items()):
         print(f"{name:48} {value:.4f}")
+    if summary is not None:
+        print(f"answers: {home() / summary['run']}/{SAMPLES_PAGE}", file=sys.stderr)
     return code
 
 

@@ -18,6 +18,7 @@ from rlpipe.actors.ray.local_ray import disconnect
 from rlpipe.actors.trainer.replay import ComparedState, Replay, replay
 from rlpipe.config.load import home, use_home
 from rlpipe.errors import RlpipeError
+from rlpipe.lineage.named_runs import require_run
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.command import parsers
@@ -30,6 +31,7 @@ def main() -> int:
     try:
         use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
+        require_run(files, arguments.run, where=arguments.run)
         home().mkdir(parents=True, exist_ok=True)
         result = asyncio.run(replay(files, arguments.run, home=home(), on_state=report))
     except RlpipeError as error:

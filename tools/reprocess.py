@@ -21,7 +21,7 @@ from typing import Any, cast
 from flows.derived_runs import reprocessing, training_recipe
 from rlpipe.config.load import home, load_run, use_home
 from rlpipe.errors import RlpipeError
-from rlpipe.observe.comparison import AGREEMENT
+from rlpipe.observe.comparison import AGREEMENT, AGREEMENT_LEGEND
 from rlpipe.observe.terminal import duration
 from rlpipe.preflight import check
 from rlpipe.reprocess.branch import Reprocessor
@@ -45,7 +45,8 @@ def main() -> int:
         Reprocessor(branch.source.files, branch.config)  # loads the user's functions
         if arguments.train:
             recipe = training_recipe(home(), branch, arguments.train, arguments.train_set)
-            check(load_run(recipe, (), arguments.train), home())
+            trained = load_run(recipe, (), arguments.train)
+            check(trained, home(), planned=[branch.config.run])
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -74,6 +75,8 @@ def show(figures: dict[str, Any], folder: Path) -> None:
         print(f"{row['what']:42} {before:>12} {_format(row['after']):>12}")
     for name, value in figures["agreement"].items():
         print(f"{AGREEMENT[name]:42} {'':>12} {_format(value):>12}")
+    if figures["agreement"]:
+        print(AGREEMENT_LEGEND)
     for k, reason in figures["without_advantages"].items():
         print(f"iteration {k} has no advantages: {reason}")
     print(

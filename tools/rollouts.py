@@ -22,10 +22,11 @@ import pyarrow.parquet as pq
 
 from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.lineage.named_runs import require_run
 from rlpipe.lineage.rollouts import find, iterations, sample_rows
 from rlpipe.lineage.sample_sets import write_samples
 from rlpipe.lineage.token_rows import tokenizer_of
-from rlpipe.store.branches import Branches
+from rlpipe.observe.pages import SAMPLES_PAGE
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
 from tools.command import parsers
@@ -68,10 +69,11 @@ def main() -> int:
         if arguments.out:
             print(f"written: {export(tables, Path(arguments.out))} samples, {arguments.out}")
         else:
-            show(tables)
+            left_out = show(tables, arguments.limit)
+            rest = f"{left_out:,} further samples: --limit 0; " if left_out else ""
             # Not among the lines, which another program may read.
             print(
-                f"whole rows: --out rows.jsonl; a page: {COMMAND} rollouts {arguments.run} "
+                f"{rest}whole rows: --out rows.jsonl; a page: {COMMAND} rollouts {arguments.run} "
                 "--out samples.html",
                 file=sys.stderr,
             )
@@ -85,12 +87,14 @@ def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
     """Return the iterations that `--iterations` names. Raises: ConfigError if none is stored."""
     stored = iterations(files, run)
     if not stored:
+        branch = require_run(files, run, where=f"--run {run}")
+        page = home() / run / SAMPLES_PAGE
         raise ConfigError(
             "the run has no stored rollout",
             where=f"--run {run}",
             found=files.root,
-            do="give --home or --store"
-            if Branches(files).find(run) is None
+            do=f"an evaluation has no iterations; see {page}"
+            if branch.config.get("num_rollout") == 0
             else "wait for its first rollout, or start the run again",
         )
     if text is None:
@@ -158,12 +162,19 @@ def _write_parquet(tables: Iterator[pa.Table], path: Path) -> int:
     return count
 
 
-def show(tables: Iterator[pa.Table]) -> None:
-    """Print a line a sample, ordered by group."""
+def show(tables: Iterator[pa.Table], limit: int) -> int:
+    """Print a line for each of the first `limit` samples, 0: all; return the number of the others.
+
+    Samples are ordered by iteration and group.
+    """
     print(_line(HEADER))
+    count = 0
     for table in tables:
         for row in sorted(table.to_pylist(), key=lambda row: (row["group_id"], row["index"])):
-            print(_line(_cells(row)))
+            count += 1
+            if not limit or count <= limit:
+                print(_line(_cells(row)))
+    return max(count - limit, 0) if limit else 0
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from rlpipe.system.imports import quick_imports
 from tools.command import parsers
+from tools.command.parsers import COMMAND
 from tools.command.run_words import apply_flags, notes, option_names, read_words
 from tools.template import template_of_run
 
@@ -109,7 +110,7 @@ def _starts_ray(resources: ResourcesConfig) -> bool:
 
 
 def print_result(summary: dict[str, Any]) -> None:
-    """Print the held-out score before and after, and the address of the report."""
+    """Print the held-out score before and after, the report, and how to get the weights."""
     run = summary["run"]
     if summary["accuracy_before"] is not None:
         print(
@@ -117,6 +118,10 @@ def print_result(summary: dict[str, Any]) -> None:
             f"→ {summary['accuracy_after']:.3f}"
         )
     print(f"{run}: see {home() / run}/report.html")
+    if summary["iterations"]:
+        print(
+            f"{run}: weights for transformers: {COMMAND} convert dist2hf --of {run} --output-dir DIR"
+        )
 
 
 RAY_AND_PREFECT = ("pydantic.v1", "starlette.datastructures")

@@ -53,6 +53,8 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
             if newest
             else f"{config.run}@K (after its first commit)"
         )
+        finished = newest is not None and newest.iteration + 1 >= config.num_rollout
+        longer = f" num_rollout={2 * config.num_rollout}" if finished else ""
         raise ConfigError(
             "a run of this name exists with another configuration",
             where=f"run={config.run}",
@@ -61,7 +63,7 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
             ),
             expected="the same values of keys that decide results",
             do="undo these changes to continue the run; "
-            f"or continue it as another run: --fork {fork} --run NEW; "
+            f"or continue it as another run: --fork {fork} --run NEW{longer}; "
             "or start a new run: --run NEW",
         )
 
@@ -85,6 +87,19 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
         "critic's own ranks": config.resources.critic_ranks,
     }
     return {**config.non_tuning_values(), **schedule, **ranks}
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Return dotted key → `old → new` of the settings of a derived run that differ.
+
+    The name of the run and keys that a derived run sets itself are left out.
+    """
+    own = ("run", *REPROCESSED_KEYS)
+    return {
+        key: f"{old} → {new}"
+        for key, (old, new) in differing(before, after).items()
+        if not any(key == name or key.startswith(f"{name}.") for name in own)
+    }
 
 
 def differing(before: Any, after: Any, key: str = "") -> dict[str, tuple[Any, Any]]:

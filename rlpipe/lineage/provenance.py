@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from rlpipe.batch.files import read_keys, read_packing
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing
+from rlpipe.lineage.continuation import changed_settings
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.lineage.states import state_node
 from rlpipe.store.branches import Branch, Branches, commit_name, parse_commit_name
@@ -312,9 +313,11 @@ def _part_values(files: Files, part: BranchPart) -> dict[str, Any]:
         for c in part.commits
         if Stage.REWARD in c.nodes
     ]
-    config = Branches(files).config(part.branch)
+    branch = Branches(files).get(part.branch)
     return {
         "branch": part.branch,
+        "forked_from": branch.parent,
+        "changed": _changed_from_parent(files, branch),
         "commits": [
             commit_name(c.branch, c.iteration) for c in (part.commits[:1] + part.commits[-1:])
         ],
@@ -339,9 +342,20 @@ def _part_values(files: Files, part: BranchPart) -> dict[str, Any]:
         ),
         "drivers": _spans((commit.iteration, commit.epoch) for commit in part.commits),
         "code": _hooks(nodes, part),
-        "model": {**part.init.config, "source": (config.get("model") or {}).get("source")},
+        "first_weights": {
+            **{key: value for key, value in part.init.config.items() if key != "optimizer"},
+            "source": (branch.config.get("model") or {}).get("source"),
+        },
         "sources": part.init.outputs.get("sources", {}),
     }
+
+
+def _changed_from_parent(files: Files, branch: Branch) -> dict[str, str]:
+    """Return the settings of a fork that differ from its parent's; empty for other runs."""
+    if branch.parent is None:
+        return {}
+    parent, _ = parse_commit_name(branch.parent)
+    return changed_settings(Branches(files).config(parent), branch.config)
 
 
 def _hooks(nodes: Nodes, part: BranchPart) -> dict[str, list[str]]:

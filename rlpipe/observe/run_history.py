@@ -83,9 +83,9 @@ class RunHistory:
     totals: dict[str, Any] = field(default_factory=dict)
     """Further JSON-able numbers by name, such as `samples`, `response_tokens`, `seconds`."""
     other_seconds: dict[str, float] = field(default_factory=dict)
-    """Total seconds outside stages, by activity: `start`, `eval`, `checkpoint`, `between stages`."""
+    """Total seconds outside stages: `start`, `eval`, `checkpoint`, `between stages`."""
     wall_seconds: list[float] = field(default_factory=list)
-    """Seconds of the iterations, as the terminal shows them; those of other machines are missing."""
+    """Seconds of the iterations as the terminal shows them, without those of other machines."""
     has_reference: bool = True
     """False if no reference model was scored, so that a KL to it has no meaning."""
     links: dict[str, str] = field(default_factory=dict)

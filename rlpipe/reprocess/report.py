@@ -15,7 +15,7 @@ import numpy as np
 from rlpipe.batch.files import read_rewards
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ObjectMissing
-from rlpipe.lineage.continuation import REPROCESSED_KEYS, differing
+from rlpipe.lineage.continuation import changed_settings
 from rlpipe.lineage.rollouts import StoredRollout, find
 from rlpipe.observe.comparison import Comparison, Example, IterationRow
 from rlpipe.store.objects.files import Files
@@ -76,19 +76,6 @@ def compare(
     )
     found.examples = _examples(files, of, sides)
     return found
-
-
-def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return dotted key → `old → new` of the settings that differ.
-
-    The name of the run and keys that the branch sets itself are left out.
-    """
-    own = ("run", *REPROCESSED_KEYS)
-    return {
-        key: f"{old} → {new}"
-        for key, (old, new) in differing(before, after).items()
-        if not any(key == name or key.startswith(f"{name}.") for name in own)
-    }
 
 
 def _iteration(files: Files, of: str, run: str, k: int, without: str) -> _BothBranches:

@@ -58,7 +58,8 @@ def test_a_runs_checkpoint_is_found_in_its_store(home, of):
     ("of", "message"),
     [
         ("other", "the run does not exist"),
-        ("run@1", "no saved weights"),
+        ("run@1", "were not saved[\\s\\S]*checkpoints of run@0"),
+        ("run@2", "has not finished[\\s\\S]*from 0 to 1; after run@1 2 iterations are done"),
         ("run@x", "not the name"),
         ("@1", "not"),
     ],

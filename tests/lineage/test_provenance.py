@@ -113,6 +113,15 @@ def test_backward_names_batches_and_code_of_the_weights(files: Files):
     assert part["weight_versions"] == [0, 0] and part["staleness"] == [0, 3]
 
 
+def test_backward_names_the_parent_of_a_fork_and_the_settings_that_it_changed(files: Files):
+    parent = Branches(files).get("run")
+    Branches(files).create("faster", {"lr": 1e-3}, parent.init, "run/00000001")
+    SteppingRun(files, "faster").iterate()
+    fork, run = backward(files, "faster")["branches"]
+    assert (fork["forked_from"], fork["changed"]) == ("run/00000001", {"lr": "1e-06 → 0.001"})
+    assert (run["forked_from"], run["changed"]) == (None, {})
+
+
 def test_trained_on_returns_the_rows_of_every_branch(files: Files):
     rows = trained_on(files, "warm").to_pylist()
     assert {(row["branch"], row["iteration"]) for row in rows} == {

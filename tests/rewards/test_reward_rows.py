@@ -183,7 +183,9 @@ async def test_too_many_errors_fail_the_stage(hook):
     config = hook("return 1 / x.index", max_error_fraction=0.5)
     assert len(await score(samples(), config)) == 6
     config = config.model_copy(update={"max_error_fraction": 0.49})
-    with pytest.raises(RewardError, match=r"failed for 3 of 6[\s\S]*Zero[\s\S]*sample 0 of group g0"):
+    with pytest.raises(
+        RewardError, match=r"failed for 3 of 6[\s\S]*Zero[\s\S]*sample 0 of group g0"
+    ):
         await score(samples(), config)
 
 

@@ -173,7 +173,7 @@ def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_pat
         (("sql", "nonsense"), "run", "DuckDB refused the query"),
         (("forward",), "run", "no prompt given"),
         (("view",), "run@7", "no rollout of this iteration"),
-        (("lineage",), "run@7", "RUN@K with K from 0 to 1"),
+        (("lineage",), "run@7", "run@K with K from 0 to 1"),
     ],
 )
 def test_wrong_input_gives_exit_code_2(
@@ -189,5 +189,5 @@ def test_the_error_of_an_unknown_run_names_the_nearest_run(
     assert tool("verify", run="run2") == 2
     assert (
         "the run does not exist" in (printed := capsys.readouterr().err)
-        and "one of: run\n" in printed
+        and "did you mean run?" in printed
     )

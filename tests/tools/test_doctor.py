@@ -101,9 +101,7 @@ def test_full_disks_and_small_shared_memory_are_not_ok(
     usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(10**9, 9 * 10**8, 10**8))
     found = states(list(doctor.memory(tmp_path / "runs")))
-    assert [found[name] for name in ("/dev/shm", "disk of runs", "disk of Ray's files")] == [
-        NOT_OK
-    ] * 3
+    assert [found[name] for name in ("/dev/shm", "disk of runs", "disk of Ray")] == [NOT_OK] * 3
     monkeypatch.setattr(
         doctor.shutil, "disk_usage", lambda _: usage(10**12, 97 * 10**10, 3 * 10**10)
     )

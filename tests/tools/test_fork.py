@@ -51,7 +51,7 @@ def test_dump_config_prints_the_configuration_of_the_fork(
     ("words", "output"),
     [
         (("absent",), "the run does not exist"),
-        (("run@7",), "RUN@K with K from 0 to 1"),
+        (("run@7",), "run@K with K from 0 to 1"),
         (("run", "num_rollout=2"), "the fork has no iteration to train"),
         (("run", "rollout.temperature=1"), "rollout_temperature"),
     ],
@@ -72,6 +72,7 @@ def test_the_end_of_a_fork_prints_its_scores_as_training_does(
 ):
     summary = {
         "run": "hotter",
+        "iterations": 2,
         "accuracy_before": 0.25,
         "accuracy_after": 0.5,
         "held_out_measure": "accuracy",
@@ -80,4 +81,6 @@ def test_the_end_of_a_fork_prints_its_scores_as_training_does(
     monkeypatch.setattr(fork, "finish", lambda _: (0, summary))
     assert called(home, monkeypatch, "run@0", "--run", "hotter") == 0
     report = home / "hotter" / "report.html"
-    assert capsys.readouterr().out == f"hotter: accuracy 0.250 → 0.500\nhotter: see {report}\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["hotter: accuracy 0.250 → 0.500", f"hotter: see {report}"]
+    assert lines[2].endswith("convert dist2hf --of hotter --output-dir DIR")

@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from flows.derived_runs import reprocessing
+from rlpipe import preflight
+from rlpipe.config.run import RunConfig
 from rlpipe.lineage.rollouts import find
 from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.store.branches import Branches
@@ -64,6 +67,20 @@ def test_wrong_input_is_refused_before_a_server_starts(
     assert reprocess.main() == 2
     assert output in capsys.readouterr().err
     assert Branches(Files(home / "store")).names() == ["run"]
+
+
+def test_a_run_that_trains_from_the_result_is_checked_before_the_result_is_stored(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def check(config: RunConfig, home: Path, planned: Collection[str]) -> None:
+        """Check the run without its prompts, which this home has not."""
+        preflight._check_store(config, home, planned)
+
+    monkeypatch.setattr(reprocess, "check", check)
+    words = ["--of", "run", "--run", "new", "--train", "trained", other(home)]
+    monkeypatch.setattr(sys, "argv", ["tools.reprocess", "--home", str(home), *words])
+    monkeypatch.setattr(reprocess, "finish", lambda _: (0, None))
+    assert reprocess.main() == 0
 
 
 @pytest.mark.integration

@@ -128,7 +128,7 @@ def test_samples_of_chosen_iterations_are_a_page(
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (("--run", "absent"), "give --home or --store"),
+        (("--run", "absent"), "--home or --store"),
         (("--run", "begun"), "wait for its first rollout"),
         (("--run", "run", "--iterations", "7"), "within 0:3"),
         (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),

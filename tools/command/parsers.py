@@ -153,6 +153,9 @@ def rollouts() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write whole rows to this .jsonl or .parquet file, or the page of samples to .html",
     )
+    parser.add_argument(
+        "--limit", type=int, default=64, help="lines that are printed (default: 64; 0: all)"
+    )
     add_home(parser)
     add_store(parser, "the store of the run's start")
     return parser
