@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -38,6 +39,8 @@ CRASH_REPORTS_S = 15.0
 """A worker reports a crash twice, up to 11 s apart. The second report would overwrite our state."""
 END_TIMEOUT_S = 20.0
 """A worker gives a cancelled process 30 s. The process needs some of them for a checkpoint."""
+INPUT_ERROR = re.compile(r"exception: *(ConfigError|DataError)\b")
+"""In a state's message: an error that each attempt would end with."""
 CANCELLED_WITHIN_S = 45.0
 """A flow run in Cancelling for longer has no worker that would end it. Prefect needs minutes to
 notice.
@@ -129,13 +132,16 @@ class DeployedIterations(Iterations):
                 return self._handles(k)
             state = ended.state
             assert state is not None
-            if delay_s is None or state.is_cancelled():
+            same_again = INPUT_ERROR.search(state.message or "") is not None
+            if delay_s is None or state.is_cancelled() or same_again:
                 raise IterationFailed(
                     "the flow run of an iteration ended without a commit",
                     where=f"{ended.name} ({ended.id})",
                     # The message may be an error with lines `found:` and `do:` of its own.
                     found=f"{state.name}: {state.message}".replace("\n", "\n    "),
-                    expected=f"a commit after at most {self._policy.retries} retries "
+                    expected="a commit; wrong input is not retried"
+                    if same_again
+                    else f"a commit after at most {self._policy.retries} retries "
                     "(orchestration.retries)",
                     do="remove the cause, then press Retry on this run in Prefect's UI: "
                     "it reschedules that flow run",

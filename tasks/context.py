@@ -62,6 +62,8 @@ class RunContext:
     """
     stage_seconds: dict[str, float] = field(default_factory=dict)
     """Stage → seconds of its work since the last iteration was observed."""
+    iterations_with_errors: int = 0
+    """Iterations whose reward function failed for some samples, in this process."""
     store_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this process commits an iteration or records an evaluation."""
 

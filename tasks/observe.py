@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from prefect import get_run_logger
+from prefect.context import FlowRunContext
+from prefect.logging import get_logger
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
@@ -81,6 +84,7 @@ class Observer:
             ctx.config.model_dump(mode="json"),
         )
         address = flow_run.id and url_for("flow-run", flow_run.id)
+        self._log = get_run_logger() if FlowRunContext.get() else get_logger("rlpipe")
         link = {"flow_run_url": address} if address else {}
         self._log_timing(startup_seconds, {"start": startup_seconds}, **link)
 
@@ -116,7 +120,8 @@ class Observer:
             rollout_s=self._ctx.progress.busy_seconds("rollout"),
         )
         self._explain(values)
-        self._ctx.progress.iteration(values, k, elsewhere_s)
+        line = self._ctx.progress.iteration(values, k, elsewhere_s)
+        self._log.info("%s", line)
         self._warn_without_signal(metrics)
         await iteration_artifact(self._ctx.config.run, k, nodes, metrics, head)
         await self._show_machines(outputs)

@@ -5,17 +5,32 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 
 from rlpipe.batch.files import read_samples, write_rewards
 from rlpipe.config.data import NoReward
 from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.rewards.post_process import post_process
-from rlpipe.rewards.reward_rows import reward_outputs, score
+from rlpipe.rewards.reward_rows import error_note, reward_outputs, score
 from rlpipe.slime.args import slime_args
 from rlpipe.types import NodeRef, Stage
-from tasks.context import context
+from tasks.context import RunContext, context
 from tasks.record import reuse_or_run, stage_task
+
+SHOWN_ERRORS = 3
+"""Iterations of a process whose errors of the reward function the terminal shows."""
+
+
+def _warn_of_errors(ctx: RunContext, k: int, note: str | None) -> None:
+    """Show the errors of the reward function: in Prefect always, on the terminal the first ones."""
+    if note is None:
+        return
+    get_run_logger().warning("%s", note)
+    ctx.iterations_with_errors += 1
+    if ctx.iterations_with_errors <= SHOWN_ERRORS:
+        rest = "; later ones: rlpipe rollouts" if ctx.iterations_with_errors == SHOWN_ERRORS else ""
+        ctx.progress.say(f"{ctx.config.run}: iteration {k}: {note}{rest}")
 
 
 @stage_task("reward", "reward-{k}")
@@ -49,6 +64,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
         )
         if path := ctx.config.reward.custom_reward_post_process_path:
             rewards = await asyncio.to_thread(post_process, path, args, samples, rewards)
+        _warn_of_errors(ctx, k, error_note(rewards, samples, ctx.config.reward))
         return {
             "outputs": reward_outputs(rewards),
             "files": [write_rewards(ctx.files, inputs.digest, rewards)],

@@ -186,8 +186,9 @@ def _anomaly_line(kind: Sequence[Anomaly]) -> str:
         iterations = f"iteration {first.iteration}"
     else:
         iterations = f"{len(kind)} iterations, {first.iteration} to {last.iteration}"
-    low = f"{min(anomaly.value for anomaly in kind):.4g}"
-    high = f"{max(anomaly.value for anomaly in kind):.4g}"
+    form = ".1%" if first.usual.endswith("%") else ".4g"
+    low = f"{min(anomaly.value for anomaly in kind):{form}}"
+    high = f"{max(anomaly.value for anomaly in kind):{form}}"
     values = low if low == high else f"{low} to {high}"
     # The usual value of a jump depends on the iteration.
     more = "" if all(anomaly.usual == first.usual for anomaly in kind) else " (of the first)"

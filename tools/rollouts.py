@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def main() -> int:
         if arguments.out:
             print(f"written: {export(tables, Path(arguments.out))} samples, {arguments.out}")
         else:
-            left_out = show(tables, arguments.limit)
+            left_out, errors = show(tables, arguments.limit)
+            for error, count in errors.most_common():
+                print(f"error of {count:,} samples: {error}", file=sys.stderr)
             rest = f"{left_out:,} further samples: --limit 0; " if left_out else ""
             # Not among the lines, which another program may read.
             print(
@@ -162,19 +165,21 @@ def _write_parquet(tables: Iterator[pa.Table], path: Path) -> int:
     return count
 
 
-def show(tables: Iterator[pa.Table], limit: int) -> int:
-    """Print a line for each of the first `limit` samples, 0: all; return the number of the others.
+def show(tables: Iterator[pa.Table], limit: int) -> tuple[int, Counter[str]]:
+    """Print a line for each of the first `limit` samples, 0: all, by iteration and group.
 
-    Samples are ordered by iteration and group.
+    Returns the number of the others, and how many samples have each error.
     """
     print(_line(HEADER))
     count = 0
+    errors: Counter[str] = Counter()
     for table in tables:
         for row in sorted(table.to_pylist(), key=lambda row: (row["group_id"], row["index"])):
             count += 1
+            errors.update([row["error"]] if row["error"] else [])
             if not limit or count <= limit:
                 print(_line(_cells(row)))
-    return max(count - limit, 0) if limit else 0
+    return (max(count - limit, 0) if limit else 0), errors
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:

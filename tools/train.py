@@ -119,9 +119,8 @@ def print_result(summary: dict[str, Any]) -> None:
         )
     print(f"{run}: see {home() / run}/report.html")
     if summary["iterations"]:
-        print(
-            f"{run}: weights for transformers: {COMMAND} convert dist2hf --of {run} --output-dir DIR"
-        )
+        command = f"{COMMAND} convert dist2hf --of {run} --output-dir DIR"
+        print(f"{run}: weights for transformers: {command}")
 
 
 RAY_AND_PREFECT = ("pydantic.v1", "starlette.datastructures")

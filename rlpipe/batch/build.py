@@ -30,7 +30,7 @@ import pyarrow as pa
 from rlpipe.batch.columns import BatchColumns, BatchPart, BatchSizes
 from rlpipe.batch.rows import RolloutRows, RowScalars, joined_tokens, ragged_or
 from rlpipe.errors import DataError
-from rlpipe.rewards.reward_rows import RewardRow
+from rlpipe.rewards.reward_rows import RewardRow, one_line
 from rlpipe.store.parquet.arrays import ragged, to_numpy
 from rlpipe.store.parquet.rows import EXPERTS, table_to_samples
 from rlpipe.store.parquet.schema import SAMPLES
@@ -258,7 +258,7 @@ def fix_batch(
         dropped |= dict.fromkeys(sorted(masked_out), "stale")
     kept = np.flatnonzero([group not in dropped for group, _ in keys])
     if len(kept) == 0:
-        raise _nothing_left(dropped)
+        raise _nothing_left(dropped, next((row.error for row in rewards if row.error), None))
     chosen = scalars.select(kept)
     return ChosenRows(
         rows=rows,
@@ -362,14 +362,19 @@ def _groups_without_tokens(groups: np.ndarray, is_stale: np.ndarray, masks: _Mas
     return stale - set(groups[masks.with_tokens(chosen)].tolist())
 
 
-def _nothing_left(dropped: dict[str, str]) -> DataError:
+def _nothing_left(dropped: dict[str, str], reward_error: str | None) -> DataError:
     reasons = sorted(Counter(dropped.values()).items())
     counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
+    first = (
+        f"; the first error of the reward function: {one_line(reward_error)}"
+        if reward_error
+        else ""
+    )
     most = max(reasons, key=lambda reason: reason[1])[0] if reasons else None
     return DataError(
         "no group is left to train on",
         where="advantage",
-        found=f"{len(dropped)} groups left out: {counts}",
+        found=f"{len(dropped)} groups left out: {counts}{first}",
         expected="at least one accepted group whose samples were all generated and scored",
         do=HELP.get(most) if most else None,
     )

@@ -211,10 +211,10 @@ class Progress:
         summary: Mapping[str, float | int | str],
         iteration: int | None = None,
         work_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """End an iteration with these values.
+    ) -> str:
+        """End an iteration with these values. Returns its plain line.
 
-        The plain line also has the seconds by stage and the time left. `work_s`: seconds by stage
+        The line also has the seconds by stage and the time left. `work_s`: seconds by stage
         of an iteration that another process ran; None: those of this process.
         """
         seconds: dict[str, float] = {}
@@ -234,6 +234,7 @@ class Progress:
             self._curve.append(reward)
         if not self._drawn and not self._screen.quiet:
             self._screen.say(self._last_line)
+        return self._last_line.plain
 
     def explain(self, text: str) -> None:
         """Print a line that explains values of the iterations. A quiet run prints none."""

@@ -117,6 +117,30 @@ def reward_outputs(rows: Sequence[RewardRow]) -> dict[str, Any]:
     return {**outputs, "mean": statistics.fmean(rewards)} if rewards else outputs
 
 
+def error_note(
+    rows: Sequence[RewardRow], samples: Sequence[Sample], config: RewardConfig
+) -> str | None:
+    """Return a line about the errors of a rollout's rewards, with the first; None without errors.
+
+    `samples`: those of the rows.
+    """
+    failed = [(row, sample) for row, sample in zip(rows, samples, strict=True) if row.error]
+    if not failed:
+        return None
+    row, sample = failed[0]
+    groups = len({row.group_id for row, _ in failed})
+    handled = (
+        f"their {groups} groups are left out"
+        if config.on_error == "exclude_group"
+        else f"their reward is {config.on_error:g}"
+    )
+    return (
+        f"{_name(config.function)} failed for {len(failed)} of {len(rows)} samples, and {handled} "
+        f"(reward.on_error): {one_line(str(row.error))}; sample {row.index} of {row.group_id}, "
+        f"response {_excerpt(sample.response)}"
+    )
+
+
 def _initial_row(sample: Sample) -> RewardRow:
     """Return a row with the reward that the generate function set, if any. It is final."""
     return RewardRow(sample.group_id, sample.index, sample.reward, dict(sample.reward_parts))
@@ -232,7 +256,7 @@ def _check_errors(scored: list[tuple[RewardRow, Sample]], config: RewardConfig) 
         raise RewardError(
             f"{_name(config.function)} failed for {len(failed)} of {len(scored)} samples",
             where="reward",
-            found=f"{_one_line(row.error or '')}\n"
+            found=f"{one_line(row.error or '')}\n"
             f"    in sample {row.index} of group {row.group_id}\n"
             f"    prompt {_excerpt(sample.prompt)}\n"
             f"    response {_excerpt(sample.response)}\n"
@@ -248,7 +272,7 @@ def _name(function: RewardFunction) -> str:
     return f"the reward function {path}" if path else f"the reward {function.type!r}"
 
 
-def _one_line(error: str) -> str:
+def one_line(error: str) -> str:
     """Return the text of an error with its fields (found, expected, do) in one line."""
     return re.sub(r"\n +(found|expected|do): +", r"; \1 ", error)
 

@@ -364,7 +364,7 @@ def test_supervised_rows_need_no_reward_and_no_log_probs():
     batch = fix_batch(given_rows, [], scored=False, version=VERSION)
     assert batch.columns.rollout_log_probs is None
     assert batch.columns.loss_mask.tolist() == [0, 1, 1]
-    with pytest.raises(DataError, match="no group is left[\\s\\S]*do: +reward_error: the reward"):
+    with pytest.raises(DataError, match=r"no group is left[\s\S]*do: +reward_error: the reward"):
         fix_batch(given_rows, [], scored=True, version=VERSION)
 
 
@@ -382,7 +382,10 @@ def test_the_error_of_an_empty_batch_counts_the_drop_reasons():
     samples = [sample(0, 0, Status.FAILED), sample(1), sample(2)]
     with pytest.raises(DataError) as caught:
         fix_batch(samples, [reward(samples[1], None)], scored=True, version=VERSION)
-    assert caught.value.found == "3 groups left out: 1 failed, 2 reward_error"
+    assert caught.value.found == (
+        "3 groups left out: 1 failed, 2 reward_error; "
+        "the first error of the reward function: the verifier raised"
+    )
     assert caught.value.where == "advantage"
 
 

@@ -180,6 +180,15 @@ async def test_a_flow_run_without_retries_left_ends_the_run_with_advice(server: 
     assert "again\n      do: x\n  expected:" in str(caught.value), "its lines are indented"
 
 
+async def test_a_flow_run_that_ended_with_wrong_input_is_not_rescheduled(server: Server):
+    message = "Flow run encountered an exception: DataError: advantage: no group is left"
+    server.scripts = {0: [Failed(message=message)]}
+    with pytest.raises(IterationFailed, match="wrong input is not retried"):
+        async with DeployedIterations(server.it.config) as iterations:
+            await iterations.finish(0)
+    assert "AwaitingRetry 0" not in server.log
+
+
 def fails_again(server: Server) -> Any:
     put = server.set_flow_run_state
 

@@ -50,6 +50,7 @@ async def test_a_recorded_push_is_repeated_for_new_engines_until_the_iteration_i
         progress=Progress("run", 1),
         config=SimpleNamespace(
             run="run",
+            debug=SimpleNamespace(load_debug_rollout_data=None),
             num_rollout=1000,
             start_rollout_id=done,
             sync=SimpleNamespace(update_weights_interval=interval),

@@ -82,7 +82,7 @@ def test_anomalies_of_one_kind_are_one_line():
     anomalies.append(Anomaly("grad_norm", "run", 7, 9.0, "1 ± 0.1 over the 10 iterations before"))
     first, second = audit.anomaly_lines(anomalies)
     assert " ".join(first.split()) == (
-        "run reward_errors 30 iterations, 0 to 29 0.5 usual: at most 2%"
+        "run reward_errors 30 iterations, 0 to 29 50.0% usual: at most 2%"
     )
     assert "iteration 7 " in second and "usual: 1 ± 0.1" in second
     changing = [Anomaly("grad_norm", "run", k, float(k), f"about {k}") for k in (3, 5)]
