@@ -62,6 +62,7 @@ from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.store.routed_experts import routed_width
+from rlpipe.store.run_file import find_run
 from rlpipe.system.model_files import check_tokenizer, check_weights
 
 MIN_FREE_BYTES = 512 * 1024**2
@@ -403,6 +404,26 @@ def _check_store(config: RunConfig, home: Path, planned: Collection[str]) -> Non
             require_run(files, branch, where=key)
     if Branches(files).find(config.run) is not None:
         check_same_run(Branches(files), as_recorded(config, home))
+    else:
+        _check_folder_is_not_of_another_store(config.run, home, files)
+
+
+def _check_folder_is_not_of_another_store(run: str, home: Path, files: Files) -> None:
+    """A run of this name in another store has its report and logs in the same folder.
+
+    Raises: ConfigError.
+    """
+    recorded = find_run(home, run)
+    if recorded is None or (store := Files(recorded.store)).root == files.root:
+        return
+    raise ConfigError(
+        "the folder of the run belongs to a run of another store",
+        where=f"run={run}",
+        found=f"{home / run} is of {store.root}, and this start uses {files.root}",
+        expected="one store for the runs of one name",
+        do=f"continue that run: store.root={recorded.store} (of `rlpipe up`: start it, then "
+        f". {home}/.up/env); or start another run: --run NEW",
+    )
 
 
 def note_full_disk(error: RlpipeError, home: Path) -> None:

@@ -21,6 +21,7 @@ from rlpipe.errors import ActorLost, ConfigError, DataError, ResourceError, Stor
 from rlpipe.preflight import FULL_BYTES, MIN_FREE_BYTES, check, note_full_disk
 from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
+from rlpipe.store.run_file import RunFile, write_run
 from tests.model_files import write_model
 from tools.slime_counts.stand_ins import write_model as write_stand_in
 
@@ -458,3 +459,13 @@ def test_a_context_of_an_evaluation_set_longer_than_the_models_is_refused(folder
         ConfigError, match=r"evaluation\.datasets\.0\.max_context_len: the context is longer"
     ):
         check(config(folder, evaluation=longer), folder / "home")
+
+
+def test_a_folder_of_a_run_in_another_store_is_not_used_for_a_new_run(folder: Path):
+    plain = config(folder)
+    home = folder / "home"
+    recorded = RunFile(store=str(folder / "first"), config={})
+    write_run(home, plain.run, recorded)
+    with pytest.raises(ConfigError, match=r"another store[\s\S]*continue that run: store\.root="):
+        check(plain, home)
+    check(config(folder, store={"root": str(folder / "first")}), home)

@@ -8,6 +8,7 @@ The folder's name is the name of the run. Nothing is overwritten.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -49,7 +50,17 @@ def main() -> int:
 def make(folder: Path) -> None:
     """Write the files. Raises: ConfigError for a name that no run can have, or a used folder."""
     name = folder.absolute().name
-    load_run(TEMPLATE / "recipe.yaml", (), name)  # refuses a wrong name
+    try:
+        load_run(TEMPLATE / "recipe.yaml", (), name)
+    except ConfigError as error:
+        possible = re.sub("[^A-Za-z0-9._-]+", "_", name).strip("._-")
+        raise ConfigError(
+            "no run can have this name",
+            where=str(folder),
+            found=error.found,
+            expected=error.expected,
+            do=f"rlpipe init {possible if possible not in ('', name) else 'my_run'}",
+        ) from error
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(

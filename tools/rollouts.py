@@ -88,6 +88,12 @@ def main() -> int:
 
 def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
     """Return the iterations that `--iterations` names. Raises: ConfigError if none is stored."""
+    if not any(entry.path for entry in files.survey("branches")):
+        raise ConfigError(
+            "the store has no runs",
+            where=files.root,
+            do="name another store or folder of runs: --store, --home or RLPIPE_HOME",
+        )
     stored = iterations(files, run)
     if not stored:
         branch = require_run(files, run, where=f"--run {run}")

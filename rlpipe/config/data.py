@@ -258,8 +258,8 @@ class PythonReward(Config):
     group: bool = False
     """Call it once with all samples of a group."""
     reward_key: str | None = None
-    """Entry of a returned dict that is the reward; the others become reward parts. None: the
-    function returns a number."""
+    """Entry of a returned dict that is the reward, by default `reward`; the others become reward
+    parts."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor."""
 

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang
 from rlpipe.config.introduced import upgraded
-from rlpipe.config.paths import check_paths, located
+from rlpipe.config.paths import check_paths, located, most_similar
 from rlpipe.config.problems import Origin, explain, nearest
 from rlpipe.config.run import RunConfig
 from rlpipe.config.smoke import apply_smoke, merged
@@ -290,7 +290,9 @@ def find_recipe(recipe: str | Path) -> Path:
             where=str(recipe),
             found=f"no {path.name} in {path.absolute().parent}",
             expected=f"a YAML file, or one of {', '.join(recipes())}",
-            do="check the path; it counts from the current folder",
+            do=f"write {near}"
+            if (near := most_similar([path]))
+            else "check the path; it counts from the current folder",
         )
     # `rlpipe init NAME` makes a folder, whose recipe has another name.
     in_folder = next(iter(sorted(path.glob("*.y*ml"))), None)

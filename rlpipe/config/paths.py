@@ -53,6 +53,8 @@ _PATTERNS = {
     "warm_start": _RECIPE,
 }
 """Field → pattern of its values. The group `rest` follows the path: a function, a slice of rows."""
+HUB_KEYS = ("hf_checkpoint", "opd_teacher_load", "ref_load")
+"""Ends of the keys of models, which may be on the Hugging Face Hub."""
 
 
 def located(config: RunConfig, origin: Origin) -> RunConfig:
@@ -75,14 +77,18 @@ def check_paths(config: RunConfig, origin: Origin) -> None:
         file, rest = _split(key, value)
         if not is_of_project(file) and not _may_be_on_hub(key, value):
             folders = list(dict.fromkeys(_folders(key, origin)))
-            near = _most_similar([folder / file for folder in folders])
+            near = most_similar([folder / file for folder in folders])
             raise ConfigError(
                 "the file does not exist",
                 where=f"{key} ({origin.of(key)})",
                 found=f"no {file} in {' and not in '.join(map(str, folders))}",
                 expected="a path relative to the recipe's folder or to the current one, "
                 "or an absolute path",
-                do=f"write {near}{rest}" if near else "correct the path",
+                do=f"write {near}{rest}"
+                if near
+                else "correct the path; a model of the Hugging Face Hub is named ORG/NAME"
+                if key.endswith(HUB_KEYS)
+                else "correct the path",
             )
         return value
 
@@ -180,11 +186,10 @@ def _split(key: str, value: str) -> tuple[str, str]:
 
 
 def _may_be_on_hub(key: str, value: str) -> bool:
-    is_model = key.endswith(("hf_checkpoint", "opd_teacher_load", "ref_load"))
-    return is_model and model_reference(value) is not None
+    return key.endswith(HUB_KEYS) and model_reference(value) is not None
 
 
-def _most_similar(paths: list[Path]) -> Path | None:
+def most_similar(paths: list[Path]) -> Path | None:
     """Return the existing file whose name is most similar to that of one of the paths."""
     best: Path | None = None
     best_ratio = 0.0

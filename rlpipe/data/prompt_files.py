@@ -174,11 +174,14 @@ def _parsed_line(line: bytes, where: str, *, is_first: bool) -> dict[str, Any]:
     except DataError:
         raise
     except (ValueError, RecursionError) as error:
-        advice = None
+        advice = 'write an object on each line, such as {"prompt": "1+1=", "label": "2"}'
         if is_first and line.lstrip().startswith(b"["):
             advice = "the file seems to be one JSON array; write its rows as lines: jq -c '.[]'"
+        # Its line is always 1.
+        is_syntax = isinstance(error, json.JSONDecodeError)
+        problem = f"{error.msg}, column {error.colno}" if is_syntax else str(error)
         raise DataError(
-            "the line is not JSON", where=where, found=f"{excerpt(line)} ({error})", do=advice
+            "the line is not JSON", where=where, found=f"{excerpt(line)} ({problem})", do=advice
         ) from error
     if not isinstance(content, dict):
         raise DataError(

@@ -170,10 +170,11 @@ def _prompt_row(content: dict[str, Any], source: FilePrompts, where: str) -> Pro
 
 def _value(content: dict[str, Any], key: str, setting: str, where: str) -> Any:
     if content.get(key) is None:
+        columns = f"columns {', '.join(map(repr, sorted(content))) or 'none'}"
         raise DataError(
             f"the row has no {key!r}",
             where=where,
-            found=f"columns {', '.join(sorted(content)) or 'none'}",
+            found=f"null in column {key!r}" if key in content else columns,
             expected=f"a value in column {key!r} (prompts.{setting})",
             do=f"set prompts.{setting} to a column of this file, or add the column to every row",
         )

@@ -48,13 +48,13 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     found = differing(_decisive(stored), _decisive(config))
     if found:
         newest = branches.newest(config.run)
-        fork = (
-            f"{config.run}@{newest.iteration}"
-            if newest
-            else f"{config.run}@K (after its first commit)"
-        )
-        finished = newest is not None and newest.iteration + 1 >= config.num_rollout
-        longer = f" num_rollout={2 * config.num_rollout}" if finished else ""
+        if newest is None:
+            another = f"or remove it, as it has no iteration yet: rlpipe gc --remove {config.run}"
+        else:
+            finished = newest.iteration + 1 >= config.num_rollout
+            longer = f" num_rollout={2 * config.num_rollout}" if finished else ""
+            fork = f"--fork {config.run}@{newest.iteration}"
+            another = f"or continue it as another run: {fork} --run NEW{longer}"
         raise ConfigError(
             "a run of this name exists with another configuration",
             where=f"run={config.run}",
@@ -62,9 +62,7 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
                 f"{key}: was {old!r}, now {new!r}" for key, (old, new) in sorted(found.items())
             ),
             expected="the same values of keys that decide results",
-            do="undo these changes to continue the run; "
-            f"or continue it as another run: --fork {fork} --run NEW{longer}; "
-            "or start a new run: --run NEW",
+            do=f"undo these changes to continue the run; {another}; or start a new run: --run NEW",
         )
 
 

@@ -169,12 +169,15 @@ def _score(result: Any, key: str | None) -> Score:
             found=f"a dict of {len(result)}",
             expected=f"at most {MAX_PARTS}",
         )
+    key = key or "reward"
     if key not in result:
+        names = [str(name)[:50] for name in result]
         raise RewardError(
-            "the dict of the reward function has no entry of this name",
+            f"the dict of the reward function has no entry {key!r}",
             where="reward.function.reward_key",
-            found=f"reward_key {key!r}, entries {', '.join(str(name)[:50] for name in result)}",
-            expected="the name of an entry",
+            found=f"entries {', '.join(map(repr, names)) or 'none'}",
+            expected="an entry 'reward', or the entry that reward_key names",
+            do=f"set reward.function.reward_key={names[0]}" if names else None,
         )
     parts = {
         str(name): _finite(value, f"reward part {name!r}")

@@ -100,6 +100,7 @@ def _split(words: Sequence[str], overrides: list[str]) -> Iterator[tuple[str, li
                 "not an override",
                 where=word,
                 expected="dotted.key=value in lower case, or a flag and its value",
+                do=f"write {word.rstrip(':')}=VALUE without spaces, or --flag VALUE",
             )
     if name:
         yield name, values

@@ -61,9 +61,9 @@ def test_the_number_of_a_task_is_a_prompt(tmp_path):
     [
         ("{not json", r"not JSON"),
         ("[1, 2]", r"not a JSON object"),
-        ({"text": "x", "label": "1"}, r"no 'prompt'[\s\S]*columns label, text[\s\S]*input_key"),
+        ({"text": "x", "label": "1"}, r"no 'prompt'[\s\S]*columns 'label', 'text'[\s\S]*input_key"),
         ({"prompt": "x"}, r"no 'label'[\s\S]*label_key"),
-        ({"prompt": None, "label": "1"}, r"no 'prompt'"),
+        ({"prompt": None, "label": "1"}, r"no 'prompt'[\s\S]*null in column 'prompt'"),
         ({"prompt": "", "label": "1"}, r"not a prompt"),
         ({"prompt": 0.5, "label": "1"}, r"not a prompt[\s\S]*float 0.5"),
         ({"prompt": True, "label": "1"}, r"not a prompt[\s\S]*bool True"),

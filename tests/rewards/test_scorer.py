@@ -48,6 +48,8 @@ def test_numbers_are_rewards(scorer, body, value):
 def test_a_dict_has_the_reward_under_its_key_and_the_rest_are_parts(scorer):
     loaded = scorer("return {'right': 1, 'short': 0.5}", reward_key="right")
     assert loaded.score([ONE]) == [Score(1.0, {"short": 0.5})]
+    plain = scorer("return {'reward': 1, 'short': 0.5}")
+    assert plain.score([ONE]) == [Score(1.0, {"short": 0.5})]
 
 
 def test_reward_key_selects_the_reward_of_a_rule():
@@ -59,7 +61,7 @@ def test_reward_key_selects_the_reward_of_a_rule():
     ]
     (score,) = Scorer(RowReward(type="by_row", default="dapo", reward_key="acc")).score([wrong])
     assert score == Score(0.0, {"reward": -1.0, "format": 1.0})
-    with pytest.raises(RewardError, match="no entry of this name"):
+    with pytest.raises(RewardError, match="no entry 'acc'"):
         Scorer(RowReward(type="by_row", default="f1", reward_key="acc")).score([wrong])
 
 
@@ -89,8 +91,12 @@ def test_a_group_function_gets_all_samples(scorer):
         ("return float('nan')", {}, "not a finite number"),
         ("return '1'", {}, "not a finite number"),
         ("return numpy.ones(2)", {}, "not a finite number"),
-        ("return {'right': 1}", {}, "no entry of this name[\\s\\S]*entries right"),
-        ("return {'right': 1}", {"reward_key": "wrong"}, "no entry of this name"),
+        ("return {'right': 1}", {}, "no entry 'reward'[\\s\\S]*entries 'right'"),
+        (
+            "return {'right': 1}",
+            {"reward_key": "wrong"},
+            "entry 'wrong'[\\s\\S]*reward_key=right",
+        ),
         ("return {'right': 1, 'why': [1]}", {"reward_key": "right"}, "reward part 'why' is not"),
         ("return 1", {"group": True}, "do not match its samples[\\s\\S]*int"),
         ("return [1]", {"group": True}, "do not match its samples[\\s\\S]*1 results"),

@@ -215,7 +215,7 @@ def test_the_error_of_a_failed_stage_has_one_failing_sample(tmp_path: Path):
     with pytest.raises(RewardError) as caught:
         asyncio.run(score([sample], config))
     message = str(caught.value)
-    for part in ("reward/g/3", "1 of 1", "TypeError", "mine.py:2", "'It.'", "None", "50%"):
+    for part in ("sample 3 of group g", "1 of 1", "TypeError", "mine.py:2", "'It.'", "None", "50%"):
         assert part in message
     assert len(message) < 1200
 

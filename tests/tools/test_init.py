@@ -72,8 +72,8 @@ def test_the_readme_is_short_and_names_the_run(made: Path):
     ("name", "output"),
     [
         ("sums", "the folder is not empty"),
-        ("store", "this name is reserved"),
-        ("a name", "not a valid name"),
+        ("store", "any name but store and models"),
+        ("a name", "rlpipe init a_name"),
         ("sums/README.md/x", "cannot make the folder"),
     ],
 )

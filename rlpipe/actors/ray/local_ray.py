@@ -54,7 +54,7 @@ HOW_TO_JOIN = (
     "check the address with `ray status`; a driver must run on a node of the cluster and see its "
     "raylet among the processes (on Kubernetes: shareProcessNamespace); a cluster with a token "
     "needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (the cluster of "
-    "`make up`: `. runs/.up/env`)"
+    "`rlpipe up`: `. $RLPIPE_HOME/.up/env`, by default runs/.up/env)"
 )
 HOW_TO_SHARE = "resources.colocate=true places the engines on the trainer's GPUs; "
 GROUP_USERS = {"shared": "trainer and engines together"}

@@ -50,7 +50,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 ADVICE = (
     "check the bucket and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
-    "(the store of `make up`: `. runs/.up/env`)"
+    "(the store of `rlpipe up`: start it, then `. $RLPIPE_HOME/.up/env`, by default runs/.up/env)"
 )
 
 
