@@ -13,6 +13,7 @@ from rlpipe.system.project import PRESETS
 from tools.command.shared_options import (
     COMMAND,
     add_home,
+    add_iterations,
     add_overrides,
     add_run,
     add_store,
@@ -108,11 +109,7 @@ def reprocess() -> argparse.ArgumentParser:
     parser.add_argument(
         "--of", required=True, metavar="RUN", help="the run with the stored rollouts"
     )
-    parser.add_argument(
-        "--iterations",
-        metavar="A:B",
-        help="from A up to B, without B (default: all stored ones)",
-    )
+    add_iterations(parser, "all stored ones; K: one")
     parser.add_argument("--run", help="name of the new run (default: RUN.reprocessed)")
     parser.add_argument(
         "--train", metavar="NAME", help="train a run of this name from the result, without engines"
@@ -143,19 +140,13 @@ def rollouts() -> argparse.ArgumentParser:
     """Return the options of `rollouts`."""
     parser = new_parser("rollouts", "Show or export a run's stored rollouts.")
     add_run(parser)
-    parser.add_argument(
-        "--iterations",
-        metavar="A:B",
-        help="from A up to B, without B (default: the newest); K: one; ':': all",
-    )
+    add_iterations(parser, "the newest; K: one; ':': all")
     parser.add_argument(
         "--out",
         metavar="FILE",
         help="write whole rows to this .jsonl or .parquet file, or the page of samples to .html",
     )
-    parser.add_argument(
-        "--limit", type=int, default=64, help="lines that are printed (default: 64; 0: all)"
-    )
+    parser.add_argument("--limit", type=int, default=64, help="lines (default: 64; 0: all)")
     add_home(parser)
     add_store(parser, "the store of the run's start")
     return parser
@@ -165,12 +156,7 @@ def timeline() -> argparse.ArgumentParser:
     """Return the options of `timeline`."""
     parser = new_parser("timeline", "Write a run's timeline for Perfetto.")
     add_run(parser)
-    parser.add_argument(
-        "--iterations",
-        metavar="A:B",
-        default=":",
-        help="responses from A up to B, without B (default: all)",
-    )
+    add_iterations(parser, "all", value=":")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: timeline.json.gz in the run's folder"
     )

@@ -31,6 +31,18 @@ def add_store(parser: argparse.ArgumentParser, default: str = "the run's") -> No
     parser.add_argument("--store", help=f"URL of the store (default: {default})")
 
 
+def add_iterations(
+    parser: argparse.ArgumentParser, default: str, *, value: str | None = None
+) -> None:
+    """Add a range of iterations."""
+    parser.add_argument(
+        "--iterations",
+        metavar="A:B",
+        default=value,
+        help=f"from A up to B, without B (default: {default})",
+    )
+
+
 def add_takeover(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the switch that replaces the process that does `what`."""
     parser.add_argument(
