@@ -90,7 +90,13 @@ def fork() -> argparse.ArgumentParser:
 
 def evaluate() -> argparse.ArgumentParser:
     """Return the options of `evaluate`; flags of slime and overrides are read elsewhere."""
-    parser = new_parser("evaluate", "Evaluate weights on held-out sets.")
+    parser = new_parser(
+        "evaluate",
+        "Evaluate weights on held-out sets.",
+        usage="%(prog)s (--of RUN[@K] | --recipe FILE) [options] [dotted.key=value ...]",
+        epilog="Other sets: --eval-prompt-data NAME FILE.jsonl --eval-label-key answer. "
+        f"Example: {COMMAND} evaluate --of my_run rollout.rollout_temperature=0.6",
+    )
     parser.add_argument(
         "--of",
         metavar="RUN[@K]",
