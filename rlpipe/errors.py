@@ -30,6 +30,8 @@ they cross process boundaries.
 
 from __future__ import annotations
 
+import re
+
 
 class RlpipeError(Exception):
     """Base of all errors: a problem, and optionally where, found, expected and what to do."""
@@ -65,6 +67,11 @@ class RlpipeError(Exception):
             "do": self.do,
         }
         return _rebuild, (type(self), self.problem, details, list(getattr(self, "__notes__", ())))
+
+
+def one_line(message: str) -> str:
+    """Return the text of an error with its fields (found, expected, do) in one line."""
+    return re.sub(r"\n +(found|expected|do): +", r"; \1 ", message)
 
 
 def _rebuild(kind: type[RlpipeError], problem: str, details: dict, notes: list[str]) -> RlpipeError:

@@ -29,8 +29,8 @@ import pyarrow as pa
 
 from rlpipe.batch.columns import BatchColumns, BatchPart, BatchSizes
 from rlpipe.batch.rows import RolloutRows, RowScalars, joined_tokens, ragged_or
-from rlpipe.errors import DataError
-from rlpipe.rewards.reward_rows import RewardRow, one_line
+from rlpipe.errors import DataError, one_line
+from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.parquet.arrays import ragged, to_numpy
 from rlpipe.store.parquet.rows import EXPERTS, table_to_samples
 from rlpipe.store.parquet.schema import SAMPLES

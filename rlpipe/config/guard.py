@@ -22,6 +22,7 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
@@ -99,6 +100,16 @@ def error_text(error: BaseException) -> str:
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}"
+
+
+def location(error: BaseException, file: str | None) -> str:
+    """Return the last line of the user's file that an exception passed, as text."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+    ]
+    if not frames:
+        return ""
+    return f" ({file}:{frames[-1].lineno}: {frames[-1].line})"
 
 
 @types.coroutine

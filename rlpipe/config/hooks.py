@@ -140,9 +140,13 @@ def hook_digest(path: str) -> str:
 
 def source_file(path: str) -> str | None:
     """Return the name of the file that defines a hook, as in its tracebacks; None if unknown."""
-    hook = inspect.unwrap(load_hook(path))
+    return file_of(load_hook(path))
+
+
+def file_of(function: Callable[..., Any]) -> str | None:
+    """Return the name of the file that defines a function; None if unknown."""
     try:
-        return inspect.getsourcefile(hook)
+        return inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # an object without a source file, such as a built-in function
         return None
 

@@ -8,7 +8,6 @@ value. An error never becomes a silent 0.
 from __future__ import annotations
 
 import asyncio
-import re
 import statistics
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from rlpipe.config.data import (
     RowReward,
     RuleReward,
 )
-from rlpipe.errors import DeadlineExceeded, RewardError
+from rlpipe.errors import DeadlineExceeded, RewardError, one_line
 from rlpipe.rewards.scorer import Scorer
 from rlpipe.rewards.workers import LoopWorker, Outcome, ProcessWorker, ThreadWorker, Worker
 from rlpipe.types import Sample, Status
@@ -270,11 +269,6 @@ def _check_errors(scored: list[tuple[RewardRow, Sample]], config: RewardConfig) 
 def _name(function: RewardFunction) -> str:
     path = getattr(function, "path", None)
     return f"the reward function {path}" if path else f"the reward {function.type!r}"
-
-
-def one_line(error: str) -> str:
-    """Return the text of an error with its fields (found, expected, do) in one line."""
-    return re.sub(r"\n +(found|expected|do): +", r"; \1 ", error)
 
 
 def _excerpt(value: object) -> str:

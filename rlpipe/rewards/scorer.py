@@ -17,7 +17,6 @@ import functools
 import inspect
 import math
 import reprlib
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from rlpipe.config.data import (
     RowReward,
     RuleReward,
 )
-from rlpipe.config.guard import error_text, guarded
+from rlpipe.config.guard import error_text, guarded, location
 from rlpipe.config.hooks import source_file
 from rlpipe.errors import ConfigError, RewardError, RlpipeError
 from rlpipe.rewards.answers import without_end
@@ -217,14 +216,4 @@ def _reward_error(error: Exception, file: str | None) -> RewardError:
         return error
     if isinstance(error, RlpipeError):
         return RewardError(str(error))
-    return RewardError(error_text(error) + _location(error, file))
-
-
-def _location(error: Exception, file: str | None) -> str:
-    """Return the last line of the user's file that an exception passed, as text."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
-    ]
-    if not frames:
-        return ""
-    return f" ({file}:{frames[-1].lineno}: {frames[-1].line})"
+    return RewardError(error_text(error) + location(error, file))

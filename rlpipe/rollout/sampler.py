@@ -19,8 +19,8 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from rlpipe.errors import DeadlineExceeded, EngineError, RlpipeError
-from rlpipe.rollout.generate import FINISHED, Generate, failed_samples
+from rlpipe.errors import DeadlineExceeded, EngineError, RlpipeError, one_line
+from rlpipe.rollout.generate import FINISHED, Generate, GroupFailed, failed_samples
 from rlpipe.rollout.group_selection import GroupJudge, Selection, Verdict
 from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import (
@@ -272,7 +272,9 @@ class _Attempt:
         except RlpipeError as error:
             # Once the batch is full, the cut-off may cause failures: such groups wait.
             if not self.closed:
-                self.errors[group_id] = str(error)
+                self.errors[group_id] = one_line(
+                    str(error.found if isinstance(error, GroupFailed) else error)
+                )
                 samples = failed_samples(group, error)
                 self.failed[group_id] = samples
                 self._count(samples, ())
@@ -393,7 +395,8 @@ class _Attempt:
         raise EngineError(
             "too many groups failed",
             where=self.where,
-            found=f"{len(self.failed)} of {num_groups}; the first is {first}: {self.errors[first]}",
+            found=f"{len(self.failed)} of {num_groups}; the first is {first}:\n"
+            f"    {self.errors[first]}",
             expected=f"at least {fraction:.0%} of the groups",
             do="repair the cause and run again (finished groups are kept), "
             "or lower rollout.min_completed_fraction",

@@ -35,11 +35,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from rlpipe.config.guard import error_text, location
 from rlpipe.config.hooks import (
     GENERATE_NAMES,
     accepts_keyword,
     check_call,
     error_with_line,
+    file_of,
     load_hook,
 )
 from rlpipe.errors import ConfigError, HookError, RlpipeError
@@ -219,7 +221,7 @@ class UserGenerate:
         except Exception as error:  # noqa: BLE001 - a hook may raise any exception; its rows get it
             text = str(error)
             if not isinstance(error, RlpipeError):
-                text = f"{where}: {type(error).__name__}: {error}"
+                text = f"{where}: {error_text(error)}{location(error, file_of(self.hook.function))}"
             rows = [
                 _row_without_answer(group, rollout, Status.FAILED, text) for rollout in rollouts
             ]
@@ -247,6 +249,8 @@ class UserGenerate:
     def _rows(
         self, answer: Any, group: PlannedGroup, rollout: _Rollout, where: str
     ) -> list[Sample]:
+        if answer is None:
+            where += ", which returned None"
         answer = rollout.sample if answer is None else own_sample(answer)
         if isinstance(answer, Sample) and not answer.response_ids:
             answer = self._of_session(answer) or answer

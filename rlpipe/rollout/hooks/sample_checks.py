@@ -111,6 +111,7 @@ def checked_rows(
                 expected=expected,
             )
         _complete(sample, journal, limits, before, sample_where)
+        _check_prompt(sample, group, sample_where)
         sample.group_id = group.group_id
         sample.index = rollout + number * len(group.seeds)
         sample.rollout_id = rollout
@@ -196,6 +197,18 @@ def _check_response(sample: Sample, limits: Limits, where: str) -> None:
         do="append the ids that the engine sampled; its answer has them as "
         "[entry[1] for entry in meta_info['output_token_logprobs']]",
     )
+
+
+def _check_prompt(sample: Sample, group: PlannedGroup, where: str) -> None:
+    """Raises: HookError if the response is a part of the prompt: the function appended no token."""
+    if sample.response_ids and [*sample.prompt_ids, *sample.response_ids] == [*group.prompt_ids]:
+        raise _error(
+            "sample.tokens are the prompt without a response",
+            where,
+            found=f"{len(group.prompt_ids)} tokens, as in the prompt, and response_length "
+            f"{len(sample.response_ids)}",
+            expected="sample.tokens = the prompt's tokens + the tokens that the engine sampled",
+        )
 
 
 def _forget_copied_values(sample: Sample, before: Sample) -> None:

@@ -136,6 +136,7 @@ def test_a_dict_of_rewards_becomes_reward_and_parts():
             "no response tokens[\\s\\S]*status completed, [\\s\\S]*append the ids",
         ),
         (_sample(tokens=[5, 6, 7], response_length=5), "longer than the tokens"),
+        (_sample(tokens=[5, 6], response_length=1), "the prompt without a response"),
         (_sample(tokens=[7], response_length=1), "no prompt tokens"),
         (_sample(tokens=[5, 6, 100], response_length=1), "vocabulary[\\s\\S]*100"),
         (_sample(tokens=[5, 6, "a"], response_length=1), "vocabulary[\\s\\S]*'a'"),
