@@ -347,7 +347,8 @@ def store(root: str) -> Line:
     except RlpipeError as error:
         return _failed("store", error)
     except OSError as error:
-        return Line(NOT_OK, "store", f"{root}: {error}", "choose a folder that you can write to")
+        found = f"{root}: {error.strerror}"
+        return Line(NOT_OK, "store", found, "choose a folder that you can write to")
     return Line(OK, "store", f"{root}: readable and writable, refuses to overwrite")
 
 

@@ -127,7 +127,7 @@ def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
         "rollouts are not stored",
         where="--iterations",
         found=text,
-        expected=f"iterations within {stored[0]}:{stored[-1] + 1}",
+        expected=f"iterations {stored[0]} to {stored[-1]}",
     )
 
 

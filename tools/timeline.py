@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.lineage.named_runs import require_run
 from rlpipe.lineage.rollouts import find, sample_rows
 from rlpipe.observe.perfetto import Response, write_timeline
 from rlpipe.observe.trace import FILE, read_trace, works
@@ -41,6 +42,7 @@ def main() -> int:
         use_home(arguments.home)
         folder = home() / arguments.run
         files = Files(store_of(home(), arguments.run))
+        require_run(files, arguments.run, where=arguments.run)
         events = read_trace(folder / FILE)[0]
         if not events:
             raise ConfigError(

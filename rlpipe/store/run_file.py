@@ -60,11 +60,15 @@ def find_run(home: Path, run: str) -> RunFile | None:
 def get_run(home: Path, run: str) -> RunFile:
     """Return the file of a run. Raises: ConfigError if it is missing; ObjectCorrupt."""
     if (run_file := find_run(home, run)) is None:
+        known = sorted(path.parent.name for path in home.glob("*/run.json"))
         raise ConfigError(
             "there is no such run",
             where=f"run={run}",
             found=f"no {run_path(home, run)}",
-            do="start the run, or name one of this home",
+            expected=f"a run of this home: {', '.join(known[:10])}"
+            if known
+            else "a run; this home has none",
+            do="name another home: --home or RLPIPE_HOME",
         )
     return run_file
 

@@ -130,7 +130,7 @@ def test_samples_of_chosen_iterations_are_a_page(
     [
         (("--run", "absent"), "--home or --store"),
         (("--run", "begun"), "wait for its first rollout"),
-        (("--run", "run", "--iterations", "7"), "within 0:3"),
+        (("--run", "run", "--iterations", "7"), "iterations 0 to 2"),
         (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),
         (("--run", "run", "--out", "rows.csv"), ".jsonl, .parquet or .html"),
     ],

@@ -7,6 +7,7 @@ imported when its verb runs: `rlpipe --help` imports neither torch nor Ray.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import signal
 import sys
@@ -21,6 +22,18 @@ from tools.command.shared_options import COMMAND
 from tools.command.verbs import GROUPS, SECTIONS, VERBS, Verb
 from tools.piped import piped
 
+OF_THE_PATH = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.ENAMETOOLONG,
+}
+"""Error numbers of a path that cannot be read or written."""
 COMPLETION_VARIABLE = "_RLPIPE_COMPLETE"
 """Environment variable with which a shell asks for completions."""
 HEADLINE = """RL post-training of language models as a workflow.
@@ -110,6 +123,15 @@ def run(verb: Verb, words: tuple[str, ...]) -> None:
     try:
         module = importlib.import_module(verb.module)
         sys.exit(piped(module.main))
+    except OSError as error:
+        if error.errno not in OF_THE_PATH or error.filename is None:
+            raise
+        print(
+            f"{COMMAND} {verb.name}: {error.filename}: {error.strerror}\n"
+            f"  {'do:':<10}check the path, its folder and the permissions",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except KeyboardInterrupt:  # click would end with code 1
         print("\nstopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

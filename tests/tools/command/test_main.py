@@ -157,3 +157,15 @@ def test_ctrl_c_ends_a_verb_with_code_130(
     assert caught.value.code == 130
     assert sys.argv == ["rlpipe flags", "lr"]
     assert capsys.readouterr().err == "\nstopped\n"
+
+
+def test_a_path_that_cannot_be_written_ends_a_verb_with_code_2_and_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "missing" / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr("tools.flags.main", lambda: path.open("w"))
+    with pytest.raises(SystemExit) as caught:
+        run(VERBS["flags"], ())
+    assert caught.value.code == 2
+    assert f"rlpipe flags: {path}: No such file or directory" in capsys.readouterr().err
