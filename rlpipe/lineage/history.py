@@ -15,8 +15,9 @@ from typing import Any
 
 from rlpipe.batch.files import read_samples
 from rlpipe.config.data import EvalDataset
-from rlpipe.config.load import dump
+from rlpipe.config.load import dump, validate_stored
 from rlpipe.config.run import RunConfig
+from rlpipe.lineage.continuation import changed_settings
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.observe.pages import FLOW_RUN_TITLE, SAMPLES_PAGE, SAMPLES_TITLE
 from rlpipe.observe.run_history import (
@@ -28,7 +29,7 @@ from rlpipe.observe.run_history import (
     SampleChange,
     show_accuracy,
 )
-from rlpipe.store.branches import Branches
+from rlpipe.store.branches import Branches, parse_commit_name
 from rlpipe.store.labels import label_text
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -88,8 +89,24 @@ class HistoryReader:
             packages=self._newest.packages if self._newest else {},
             has_reference=config.advantage.reference,
             links=_links(self._directory, timing),
+            description=self._origin(),
             status=self._status(done),
         )
+
+    def _origin(self) -> str:
+        """Return the run that this one began with, as a sentence; "" for a run of its own."""
+        config = self._config
+        if origin := self._branches.get(config.run).parent:
+            parent, iteration = parse_commit_name(origin)
+            stored = validate_stored(self._branches.config(parent)).model_dump(mode="json")
+            changed = changed_settings(stored, config.model_dump(mode="json"))
+            settings = "; ".join(f"{key}: {change}" for key, change in changed.items())
+            return f"Fork of {parent}@{iteration}. {settings}".strip()
+        if config.num_rollout == 0 and config.start_from is not None:
+            weights = config.start_from
+            at = "" if weights.iteration is None else f"@{weights.iteration}"
+            return f"Evaluation of the weights of {weights.branch}{at}."
+        return ""
 
     def _status(self, done: int) -> str:
         """Return the state of the run after `done` iterations, as text."""

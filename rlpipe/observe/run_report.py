@@ -29,6 +29,7 @@ from rlpipe.observe.terminal import duration
 
 KL = "train/kl_loss"
 LOSS = "train/loss"
+REWARD_ERRORS = "rollout/reward_error_ratio"
 ROUNDING = 1e-5
 """Losses below come from rounding in float32."""
 CURVES = (
@@ -39,6 +40,7 @@ CURVES = (
         "Groups without a signal",
         "share of groups with equal rewards: they train nothing",
     ),
+    (REWARD_ERRORS, "Failed rewards", "share of samples whose reward function failed"),
     ("train/entropy", "Entropy", "of the policy, mean per token"),
     ("train/grad_norm", "Gradient norm", "before clipping"),
     (KL, "KL to the reference", "estimate, mean per token"),
@@ -94,7 +96,7 @@ def _hero(history: RunHistory) -> str:
     if scores[0].iteration != 0:
         period = f"from iteration {scores[0].iteration} on"
     elif len(scores) == 1:
-        period = "before training"
+        period = "before training" if history.iterations else "of these weights"
     explained = (
         f"{measure} (rewards of at least pass_threshold)" if measure == PASS_RATE else measure
     )
@@ -210,6 +212,8 @@ def _training(history: RunHistory) -> str:
         if metric == KL and not history.has_reference:
             continue
         series = history.series(metric)
+        if metric == REWARD_ERRORS and not any(share for _, share in series):
+            continue
         if metric == LOSS and series and max(abs(loss) for _, loss in series) < ROUNDING:
             unit += ": 0 but for rounding, because the advantages of a group add up to 0"
         # The loss has both signs; the axes of the other curves include 0.

@@ -72,7 +72,7 @@ def test_the_newest_saved_weights_are_evaluated_by_default(home: Path):
     files = Files(home / "store")
     assert saved_weights(files, "old", None) == BranchModel(branch="old", iteration=1)
     assert saved_weights(files, "old", 0) == BranchModel(branch="old", iteration=0)
-    with pytest.raises(ConfigError, match="the run has no saved weights"):
+    with pytest.raises(ConfigError, match="these weights were not saved"):
         saved_weights(files, "old", 2)
 
 
@@ -104,7 +104,7 @@ def test_the_model_of_a_recipe_is_evaluated_without_a_run(home: Path):
         ({"run": None}, "no weights to evaluate"),
         ({"run": "new"}, "there is no such run"),
         ({"run": "old", "overrides": ["evaluation.datasets=[]"]}, "no held-out set to evaluate"),
-        ({"run": "old", "iteration": 2}, "the run has no saved weights"),
+        ({"run": "old", "iteration": 2}, "these weights were not saved"),
     ],
 )
 def test_wrong_input_is_refused_at_once(home: Path, asked: dict[str, Any], problem: str):
@@ -118,11 +118,9 @@ def command(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["tools.evaluate", "--home", str(home), *arguments])
-        monkeypatch.setattr(
-            evaluate,
-            "finish",
-            lambda _: (0, {"evaluation": {"eval/held/pass@4": 0.5, "eval/held/accuracy": 0.25}}),
-        )
+        metrics = {"eval/held/pass@4": 0.5, "eval/held/accuracy": 0.25}
+        summary = {"run": "old.eval-0", "evaluation": metrics}
+        monkeypatch.setattr(evaluate, "finish", lambda _: (0, summary))
         return evaluate.main()
 
     return run

@@ -287,6 +287,7 @@ def test_the_first_evaluation_of_a_fork_is_of_its_first_weights(tmp_path: Path):
     fork.iterate(2)
     fork.evaluate(0.5)
     history = fork.reader().read()
+    assert history.description.startswith("Fork of run@1.")
     assert history.evaluations == [Evaluation(2, "held", 0.25, 1), Evaluation(3, "held", 0.5, 1)]
     assert (history.totals["accuracy_before"], history.totals["accuracy_after"]) == (0.25, 0.5)
 

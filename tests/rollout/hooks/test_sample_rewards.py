@@ -58,7 +58,7 @@ async def test_an_exception_of_a_samples_reward_function_fails_the_group(tmp_pat
     assert {row.status for row in caught.value.samples} == {Status.FAILED}
     with pytest.raises(GroupFailed, match="the module has no 'nowhere'"):
         await _rows(tmp_path, _names(tmp_path, "nowhere"))
-    with pytest.raises(GroupFailed, match="has no entry .reward."):
+    with pytest.raises(GroupFailed, match=r"has no entry .reward."):
         await _rows(tmp_path, _names(tmp_path, "by_label"))
 
 
