@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rlpipe.actors.trainer.checkpoints import prune
+from rlpipe.config.hooks import hook_digest
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
@@ -135,7 +137,25 @@ async def first_iteration(ctx: RunContext, origin: Commit | None = None) -> int:
         ctx.branches.create(ctx.config.run, ctx.config.model_dump(mode="json"), init)
     check_same_model(ctx)
     newest = ctx.branches.newest(ctx.config.run)
-    return newest.iteration + 1 if newest else 0
+    if newest is None:
+        return 0
+    for path in changed_functions(ctx, newest):
+        ctx.progress.say(
+            f"{ctx.config.run}: {path} has changed since iteration {newest.iteration}; the next "
+            "iterations use the new source"
+        )
+    return newest.iteration + 1
+
+
+def changed_functions(ctx: RunContext, commit: Commit) -> list[str]:
+    """Return the paths of user functions whose source differs from that of an iteration."""
+    nodes = [ctx.nodes.get(stage, digest) for stage, digest in commit.nodes.items()]
+    recorded = {path: sha256 for node in nodes for path, sha256 in node.hooks.items()}
+    changed = []
+    for path, sha256 in sorted(recorded.items()):
+        with suppress(ConfigError):  # a file that this start may not need any more
+            changed += [path] if hook_digest(path) != sha256 else []
+    return changed
 
 
 def check_same_model(ctx: RunContext) -> None:

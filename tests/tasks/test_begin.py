@@ -5,20 +5,23 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from rlpipe.config.hooks import hook_digest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.continuation import check_same_run
-from rlpipe.lineage.stage_inputs import init_inputs
+from rlpipe.lineage.stage_inputs import Inputs, init_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
+from rlpipe.types import Commit, Stage
 from tasks import begin
-from tasks.begin import check_same_model, report_overlong
+from tasks.begin import changed_functions, check_same_model, report_overlong
 from tasks.context import RunContext
 
 BASE: dict[str, Any] = {
@@ -65,6 +68,19 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
         check_same_model(opened(tmp_path, moved))
     assert caught.value.where == "model.source"
     assert str(moved) in str(caught.value.found)
+
+
+def test_a_user_function_that_was_edited_since_the_last_iteration_is_named(tmp_path: Path):
+    ctx = opened(tmp_path, tmp_path / "model")
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(sample):\n    return 1.0\n")
+    path = f"{reward}:score"
+    inputs = Inputs(Stage.REWARD, {}, {}, {path: hook_digest(path), "gone.py:score": "0"})
+    node = ctx.nodes.commit(inputs.node())
+    commit = cast("Commit", SimpleNamespace(nodes={Stage.REWARD: node.digest}))
+    assert changed_functions(ctx, commit) == []
+    reward.write_text("def score(sample):\n    return 2.0\n")
+    assert changed_functions(ctx, commit) == [path]
 
 
 async def test_dropped_and_cut_rows_are_listed_in_terminal_artifact_and_file(
