@@ -39,6 +39,14 @@ _EXPECTED = {
     "string_type": "a text, in quotes if it looks like a number",
 }
 """Type of a pydantic error → expected value, where pydantic's text does not say it for YAML."""
+EXAMPLES = {
+    "num_rollout": "num_rollout: 100",
+    "model": "model: {source: {type: huggingface, hf_checkpoint: Qwen/Qwen3-0.6B}}",
+    "data": "data: {prompts: {type: file, paths: [train.jsonl], label_key: label}}",
+    "rollout": "rollout: {rollout_batch_size: 32, n_samples_per_prompt: 8}",
+    "reward": "reward: {function: {type: math}}",
+}
+"""Needed key → an example of its line."""
 
 _OF_PATH = {
     "function": "{type: python, path: %s}",
@@ -139,7 +147,10 @@ def _problem(entry: Any) -> _Problem:
         do = f"rename it, or remove it; {KEY_REFERENCE} lists all keys"
         return _Problem(dotted, "unknown key", expected=similar, do=do)
     if kind == "missing":
-        return _Problem(key, "this key is needed", do=f"add it to the recipe ({KEY_REFERENCE})")
+        example = f", such as `{EXAMPLES[key]}`" if key in EXAMPLES else ""
+        return _Problem(
+            key, "this key is needed", do=f"add it to the recipe{example} ({KEY_REFERENCE})"
+        )
     if kind.startswith("union_tag"):
         tags = entry.get("ctx", {}).get("expected_tags", "")
         found = entry.get("ctx", {}).get("tag")

@@ -7,9 +7,10 @@ options are here. `VERBS` of `tools.command.verbs` names the function of each ve
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
-from rlpipe.system.project import PRESETS
+from rlpipe.system.project import HOME_VARIABLE, PRESETS
 from tools.command.shared_options import (
     COMMAND,
     add_home,
@@ -452,7 +453,8 @@ def bench() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", choices=BENCH_SHAPES, default="tiny", help="size of the model (default: tiny)"
     )
-    parser.add_argument("--home", default="runs/bench", help="folder for all files")
+    default = f"{os.environ.get(HOME_VARIABLE, 'runs')}/bench"
+    parser.add_argument("--home", default=default, help="folder for all files")
     parser.add_argument(
         "--seconds",
         type=float,
