@@ -136,7 +136,8 @@ def verify(files: Files, run: str, _k: int | None, arguments: argparse.Namespace
         print(printable(f"note        {note.where}\n            {note.problem}"))
     if report.proof is not None:
         print(report.proof)
-    notes = f"; {len(report.notes)} notes" if report.notes else ""
+    count = len(report.notes)
+    notes = f"; {count} note{'s' if count > 1 else ''}" if count else ""
     findings = f"{len(report.findings)} findings" if report.findings else "nothing is wrong"
     checked = f"; every record, checksum and row of {read} iterations was read" if run else ""
     print(f"{run or files.root}: {findings}{notes}{checked}")

@@ -136,7 +136,7 @@ def check_reachable(url: str) -> None:
             if os.environ.get("PREFECT_API_URL")
             else "Prefect's active profile",
             found=f"{re.sub(r'//[^/@]*@', '//', url)}: {error}",
-            do="start it (`prefect server start`), or remove the setting: "
+            do="start it (`rlpipe up`, or `prefect server start`), or `unset PREFECT_API_URL`: "
             "a run then starts its own server",
         ) from None
     except httpx.HTTPError:

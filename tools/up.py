@@ -381,6 +381,7 @@ def status_text(servers: LocalServers) -> str:
             "start a run:",
             f"  . {servers.folder / 'env'}",
             f"  {shown_prefect()} deployment run train/{demo}",
+            f"  rlpipe train RECIPE {' '.join(servers.overrides)}".rstrip(),
             f"watch it: {servers.url('prefect')}",
             f"logs: {servers.folder}/*.log",
             "end the servers: make down (or rlpipe down)",

@@ -19,7 +19,7 @@ SAMPLES_PAGE = "samples.html"
 """Pages in the folder of a run."""
 REPORT_TITLE = "Report"
 SAMPLES_TITLE = "Samples"
-FLOW_RUN_TITLE = "Prefect run"
+FLOW_RUN_TITLE = "Prefect run (while its server runs)"
 """Titles of links between the pages of a run."""
 SCHEMES = ("http://", "https://")
 """Starts of an address outside the run's folder."""

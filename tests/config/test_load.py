@@ -176,7 +176,7 @@ def test_the_error_of_a_missing_key_names_it(recipe):
     error = refused(recipe)
     assert error.problem == "this key is needed"
     assert str(error.where).startswith("rollout.rollout_batch_size")
-    recipe.write_text(RECIPE.replace("reward:", "rewards:"))
+    recipe.write_text(RECIPE.replace("reward:\n  function: {type: math}\n", ""))
     with pytest.raises(ConfigError, match=r"such as `reward: \{function: \{type: math\}\}`"):
         load_run(recipe)
 

@@ -13,6 +13,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.history import HistoryReader, iteration_metrics
 from rlpipe.lineage.stage_inputs import Inputs, config_digest, eval_inputs
+from rlpipe.observe.pages import FLOW_RUN_TITLE
 from rlpipe.observe.run_history import Evaluation, SampleChange
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.branches import Branches, commit_name, parse_commit_name
@@ -410,5 +411,5 @@ def test_the_links_are_the_page_of_samples_and_the_newest_flow_run(run: Written)
             entry = {"seconds": 1, "other": {}, "flow_run_url": f"http://host/{number}"}
             log.write(json.dumps(entry) + "\n")
     (run.directory / "samples.html").write_text("")
-    links = {"Samples": "samples.html", "Prefect run": "http://host/1"}
+    links = {"Samples": "samples.html", FLOW_RUN_TITLE: "http://host/1"}
     assert run.reader().read().links == links
