@@ -106,7 +106,7 @@ def test_a_type_that_sglang_cannot_serve_trains_on_rollouts_of_another(runs: Run
     assert sampling["debug_rollout_only"] == []
     training = starts._flags(tuple(runs.words["training.txt"]))
     assert training["hf_checkpoint"] == [str(tmp_path / "models" / "minimax_m2")]
-    assert training["load_debug_rollout_data"] == ["a-rollouts"]
+    assert training["load_debug_rollout_data"] == ["a-rollouts", "gates.bounds=[]"]
     assert training["save"] == sampling["save"]
 
 

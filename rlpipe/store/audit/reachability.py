@@ -4,8 +4,8 @@ An object is explained if a record of some run leads to it:
 
     records of a run        its configuration, commits, notes, segments, epochs, receipts, tables
     nodes, plans            those records name them, or an explained node was made from them
-    open plans              plans of iterations without a commit, and nodes made from them: the run
-                            may adopt them when it continues
+    open plans              plans of iterations without a commit, and nodes made from them, or from
+                            rollouts that a run loads: the run may adopt them when it continues
     checkpoints, evaluations, pushes       of explained weights
     data files, shards      an explained node names them; shards of an open plan
     draws, receipts         of an explained plan or node
@@ -107,6 +107,8 @@ class _Explainer:
         self._runs = runs_of(files)
         self._removed_runs: set[str] = set()
         """Names of branches that have only epochs."""
+        self._loading: set[str] = set()
+        """Weights of runs that load rollouts, which have no plans of their own."""
         self._links: dict[str, NodeLinks] = {}
         """Readable nodes by digest."""
         self._children: dict[str, list[str]] = defaultdict(list)
@@ -229,6 +231,9 @@ class _Explainer:
             self._named.update(commit.plans, commit.nodes.values())
             self._cursors.add(_cursor(commit.data))
         origin = parse_commit_name(record.parent)[1] if record is not None and record.parent else -1
+        if record is not None and record.config.get("debug", {}).get("load_debug_rollout_data"):
+            trained = (commit.nodes.get(Stage.TRAIN, "") for commit in commits)
+            self._loading.update({record.init, *trained} - {""})
         self._next[branch] = max(committed, default=origin) + 1
         segments = self._read_record(
             f"segments of {branch}", partial(Segments(self._files).of, branch)
@@ -338,10 +343,26 @@ class _Explainer:
             problem = "unexplained: no iteration of its run left the data source where it starts"
             self._add_finding(plan_path(digest), problem)
         self._add_descendants(open_plans, self._explained)
+        if self._loading:
+            self._add_of_loaded_rollouts()
         self._add_leaves(self._explained)
         self._add_descendants(left, self._left)
         self._add_leaves(self._left)
         self._left -= self._explained
+
+    def _add_of_loaded_rollouts(self) -> None:
+        """Add the open iterations of runs that load rollouts."""
+        for stage in (Stage.REWARD, Stage.ADVANTAGE):  # batches are made from rewards
+            ready = [
+                digest
+                for digest, links in self._links.items()
+                if links.stage is stage and self._explained.issuperset(links.parents)
+            ]
+            if stage is Stage.REWARD:
+                self._explained.update(ready)
+            else:
+                of_run = [d for d in ready if self._loading.intersection(self._links[d].parents)]
+                self._add_descendants(of_run, self._explained)
 
     def _plan(self, digest: str) -> Plan | None:
         if digest not in self._read_plans:

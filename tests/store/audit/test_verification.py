@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.audit.verification import check_branch
+from rlpipe.store.audit.verification import check_branch, check_store
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes, node_path
 from rlpipe.store.objects.files import Files
@@ -283,3 +283,19 @@ def test_a_branch_may_train_on_the_rollouts_of_the_one_that_it_names(
         parent = branches.parent_name("again", commit.iteration)
         branches.commit(commit.model_copy(update={"branch": "again", "parent": parent}))
     assert [finding.rule for finding in check_branch(files, "again")] == ["cursor"] * problems
+
+
+def test_an_open_iteration_of_a_run_that_loads_rollouts_is_explained(files: Files) -> None:
+    commit = Run(files).start().iterate()
+    assert commit is not None
+    branches = Branches(files)
+    init = Nodes(files).commit(make_node(Stage.INIT, {}, model="another"))
+    branches.create("again", {"debug": {"load_debug_rollout_data": "run"}}, init.digest)
+    nodes = Nodes(files)
+    made = {"rollout": commit.nodes[Stage.ROLLOUT]}
+    made["reward"] = nodes.commit(make_node(Stage.REWARD, {**made}, function="other")).digest
+    batch = nodes.commit(make_node(Stage.ADVANTAGE, {**made, "before": init.digest}))
+    nodes.commit(make_node(Stage.TRAIN, {"advantage": batch.digest, "before": init.digest}))
+    assert check_store(files).findings == []
+    nodes.commit(make_node(Stage.ADVANTAGE, {**made, "before": "0" * 64}))
+    assert [finding.rule for finding in check_store(files).findings] == ["unexplained"]
