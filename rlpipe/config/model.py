@@ -36,9 +36,8 @@ class HuggingFaceModel(Config):
     megatron_optimizer: bool = False
     """Continue with the optimizer state of `megatron_checkpoint` and its position in the learning
     rate schedule, not only with its weights. It is converted once, into `{home}/models`. The format
-    is torch_dist, of a model without experts or saved with `--dist-ckpt-optim-fully-reshardable`,
-    and model.dtype is that of its weights. Iterations count from 0 again. A critic continues with
-    `critic.megatron_optimizer`."""
+    is torch_dist, and model.dtype is that of its weights. Iterations count from 0 again. A critic
+    continues with `critic.megatron_optimizer`."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the directory. Set true only for code that you trust."""
 

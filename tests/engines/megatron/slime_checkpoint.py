@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import save_file
 
 from rlpipe.system.ports import free_port
@@ -43,6 +45,19 @@ PROMPTS_PER_STEP = 2
 SEED = 42
 """slime's default of --rollout-seed."""
 LR = 1e-3
+TOTAL_STEPS = 20
+FURTHER = 100
+"""Seed of the gradients of a step after the last saved one."""
+FURTHER_SCALE = 1e-4
+"""Their size. Gradient norms depend on the layout, so these are below the limit of clipping."""
+STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+_EXPERT = re.compile(
+    r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))"
+)
+_FUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,20 @@ class Job:
     """`distrib_optim_sharding_type`; None: Adam is not sharded."""
     fused_norms: bool = True
     """Norms are parameters of the linear layer after them, as in Transformer Engine."""
+    grouped_experts: bool = True
+    """Experts have the parameters of Transformer Engine's grouped linear layers."""
+    chained_prefix: bool = False
+    """Tensors of two optimizers are numbered, as before Megatron-core 0.15."""
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
+    """Expert parallel ranks. They are part of the tensor and data parallel ones."""
+    expert_tensor: int | None = None
+    """Tensor parallel ranks of an expert; None: as of other layers."""
     iterations: tuple[int, ...] = (0, 1)
     """Iterations that are saved. One Adam step is taken in each."""
-    total_steps: int = 20
+    total_steps: int = TOTAL_STEPS
     critic: bool = False
     """A value head takes the place of the output layer."""
     trains: bool = True
@@ -87,6 +110,20 @@ class NormLinear(ColumnParallelLinear):
 
     def forward(self, *_arguments: Any, **_keywords: Any) -> Any:
         raise NotImplementedError  # gradients come from `_step`
+
+
+class GroupedExperts(SequentialMLP):
+    """The parameters of Transformer Engine's grouped linear layers, in their order."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        experts: Any = self._modules.pop("local_experts")
+        for linear in ("linear_fc1", "linear_fc2"):
+            grouped = torch.nn.Module()
+            for number, expert in enumerate(experts):
+                grouped.register_parameter(f"weight{number}", getattr(expert, linear).weight)
+            self.register_module(linear, grouped)
+        self.local_experts = experts
 
 
 def write(job: Job) -> None:
@@ -112,18 +149,28 @@ def write(job: Job) -> None:
 
 def _write_rank(job: Job, environment: Mapping[str, str]) -> None:
     adopt(environment)
+    rank = environment["RANK"]
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(job.tensor, job.pipeline)
+    parallel_state.initialize_model_parallel(
+        job.tensor,
+        job.pipeline,
+        expert_model_parallel_size=job.expert,
+        expert_tensor_parallel_size=job.expert_tensor,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     ddp, optimizer, scheduler = _build(job)
     _load_release(ddp, Path(job.release) / "release")
     optimizer.reload_model_params()
+    folder = Path(job.save)
     for iteration in range(max(job.iterations) + 1):
         _step(ddp, optimizer, seed=iteration)
         scheduler.step(increment=SAMPLES_PER_STEP)
         if iteration in job.iterations:
-            _save(job, ddp, optimizer, scheduler, iteration)
+            folder = _save(job, ddp, optimizer, scheduler, iteration)
+            _write_expected(ddp, optimizer, folder / f"expected_{rank}.safetensors")
+    _step(ddp, optimizer, seed=FURTHER, scale=FURTHER_SCALE)
+    _write_expected(ddp, optimizer, folder / f"further_{rank}.safetensors")
     torch.distributed.destroy_process_group()
 
 
@@ -133,7 +180,7 @@ def _build(job: Job) -> tuple[Any, Any, Any]:
     config = _config(job, hf)
     model: Any = GPTModel(
         config=config,
-        transformer_layer_spec=_layers(job),
+        transformer_layer_spec=_layers(job, config.num_moe_experts),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -151,7 +198,7 @@ def _build(job: Job) -> tuple[Any, Any, Any]:
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
         Float16Module(config, model) if config.bf16 else model,
     )
-    optimizer = get_megatron_optimizer(
+    optimizer: Any = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=LR if job.trains else 0.0,
@@ -163,6 +210,9 @@ def _build(job: Job) -> tuple[Any, Any, Any]:
         ),
         [ddp],
     )
+    for group in optimizer.param_groups:
+        # As rlpipe's trainer, for equal bits.
+        group |= {"fused": True, "foreach": False}
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -180,7 +230,17 @@ def _build(job: Job) -> tuple[Any, Any, Any]:
 
 
 def _config(job: Job, hf: Any) -> TransformerConfig:
+    experts: dict[str, Any] = {}
+    if hasattr(hf, "num_local_experts"):
+        experts = {
+            "num_moe_experts": hf.num_local_experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "expert_model_parallel_size": job.expert,
+            "expert_tensor_parallel_size": job.expert_tensor,
+        }
     return TransformerConfig(
+        **experts,
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
@@ -204,14 +264,20 @@ def _config(job: Job, hf: Any) -> TransformerConfig:
     )
 
 
-def _layers(job: Job) -> Any:
-    spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+def _layers(job: Job, experts: int | None) -> Any:
+    spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=True, normalization="RMSNorm"
+    )
+    layer = spec.submodules
     if job.fused_norms:
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+        layer.input_layernorm = IdentityOp
         layer.self_attention.submodules.linear_qkv = NormLinear
-        layer.mlp.submodules.linear_fc1 = NormLinear
         layer.sharded_state_dict_keys_map = {}
+        if not experts:
+            layer.pre_mlp_layernorm = IdentityOp
+            layer.mlp.submodules.linear_fc1 = NormLinear
+    if experts and job.grouped_experts:
+        layer.mlp.submodules.experts.module = GroupedExperts
     return spec
 
 
@@ -221,6 +287,9 @@ def _load_release(ddp: Any, release: Path) -> None:
     sharded = model.sharded_state_dict(metadata=metadata)
     if isinstance(getattr(model, "output_layer", None), torch.nn.Linear):
         sharded = {name: each for name, each in sharded.items() if "output_layer" not in name}
+    for each in sharded.values():
+        # The release has the names of local layers.
+        each.key = each.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     loaded: Any = dist_checkpointing.load(
         {"model": sharded}, str(release), strict="assume_ok_unexpected"
     )
@@ -231,23 +300,43 @@ def _unwrapped(ddp: Any) -> Any:
     return ddp if isinstance(ddp, GPTModel) else _unwrapped(ddp.module)
 
 
-def _step(ddp: Any, optimizer: Any, seed: int) -> None:
+def _step(ddp: Any, optimizer: Any, seed: int, scale: float = 0.01) -> None:
     """Take a step on the gradients of a random linear function of all parameters."""
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
-    for name, parameter in sorted(_unwrapped(ddp).named_parameters()):
-        number = sum(map(ord, name)) + 1000 * seed
-        generator = torch.Generator().manual_seed(number)
-        parameter.main_grad.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
-    ddp.finish_grad_sync()
+    for name, parameter in named_parameters(_unwrapped(ddp)):
+        # As reduced over the ranks.
+        parameter.main_grad.copy_(gradient(name, parameter.shape, seed, scale))
     optimizer.step()
 
 
-def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) -> None:
-    """Save as Megatron-LM's `save_checkpoint`."""
+def gradient(name: str, shape: torch.Size, seed: int, scale: float) -> torch.Tensor:
+    """Return the gradient of a parameter, by its name in a model of local layers."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * seed)
+    return scale * torch.randn(shape, generator=generator)
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield this rank's parameters by their names in a whole model of local layers."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * (
+        (model.config.num_moe_experts or 0) // ranks
+    )
+    for name, parameter in model.named_parameters():
+        for fused, plain in _FUSED.items():
+            name = name.replace(fused, plain)
+        if match := _EXPERT.search(name):
+            number = first + int(match[1] or match[4])
+            linear = match[2] or match[3]
+            name = f"{name[: match.start()]}experts.local_experts.{number}.{linear}.weight"
+        yield name, parameter
+
+
+def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) -> Path:
+    """Save as Megatron-LM's `save_checkpoint`. Return the folder."""
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
+        "chained_optim_avoid_prefix": not job.chained_prefix,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     if job.sharding is not None:
@@ -258,7 +347,8 @@ def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) ->
         "args": Namespace(
             tensor_model_parallel_size=job.tensor,
             pipeline_model_parallel_size=job.pipeline,
-            expert_model_parallel_size=1,
+            expert_model_parallel_size=job.expert,
+            expert_tensor_parallel_size=job.expert_tensor,
             global_batch_size=SAMPLES_PER_STEP,
             use_distributed_optimizer=job.sharding is not None,
             transformer_impl="transformer_engine" if job.fused_norms else "local",
@@ -282,7 +372,6 @@ def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) ->
     torch.distributed.barrier()
     stored = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     dist_checkpointing.save(state, str(folder), content_metadata=stored)
-    _write_expected(job, ddp, optimizer, folder)
     if torch.distributed.get_rank() == 0:
         (save / "latest_checkpointed_iteration.txt").write_text(str(iteration))
         cursor = save / "rollout" / f"global_dataset_state_dict_{iteration}.pt"
@@ -296,24 +385,34 @@ def _save(job: Job, ddp: Any, optimizer: Any, scheduler: Any, iteration: int) ->
             "metadata": {},
         }
         torch.save(position, cursor)
+    return folder
 
 
-def _write_expected(job: Job, ddp: Any, optimizer: Any, folder: Path) -> None:
-    """Write Adam's tensors of every parameter on a single rank, for comparison."""
-    if torch.distributed.get_world_size() > 1:
-        return
-    names = {parameter: name for name, parameter in _unwrapped(ddp).named_parameters()}
+def _write_expected(ddp: Any, optimizer: Any, path: Path) -> None:
+    """Write Adam's tensors on this rank, with the place of each in its flat parameter."""
     tensors = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for parameter in part.get_parameters() if job.sharding is None else names:
-            if job.sharding is None:
-                values = part.optimizer.state[parameter]
-                values = {"fp32_param": parameter, **values}
-            else:
-                values = part._get_main_param_and_optimizer_states(parameter)
-                values["fp32_param"] = values.pop("param")
-            name = names[parameter]
-            for state in ("fp32_param", "exp_avg", "exp_avg_sq"):
-                full = values[state].detach().float().reshape(parameter.shape)
-                tensors[f"{state}.{name}"] = full.contiguous().clone()
-    save_file(tensors, folder / "expected.safetensors")
+        for name, parameter in named_parameters(_unwrapped(ddp)):
+            values, start = adam_tensors(part, parameter)
+            for state, tensor in values.items():
+                tensors[f"{state}.{name}@{start}"] = tensor.detach().float().flatten().clone()
+    save_file(tensors, path)
+
+
+def adam_tensors(part: Any, parameter: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Return Adam's tensors of a parameter in an optimizer of this rank, and where they start.
+
+    {} for a parameter of another optimizer.
+    """
+    start = 0
+    if hasattr(part, "gbuf_ranges"):
+        if parameter not in part.model_param_gbuf_map:
+            return {}, start
+        start = part._get_model_param_range_map(parameter)["param"].start
+        values = dict(part._get_main_param_and_optimizer_states(parameter))
+        main = values["param"]
+    else:
+        main = getattr(parameter, "main_param", parameter)
+        values = part.optimizer.state.get(main, {})
+    found = {"fp32_param": main, **values} if values else {}
+    return {state: found[state] for state in STATES if state in found}, start

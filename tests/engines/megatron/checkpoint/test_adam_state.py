@@ -12,28 +12,34 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlpipe.config.train import CriticConfig, TrainConfig
-from rlpipe.engines.megatron.checkpoint.conversion import adam_state
-from rlpipe.engines.megatron.checkpoint.conversion.adam_state import AdamState, _fused_norms
+from rlpipe.engines.megatron.checkpoint.conversion import adam_state, gradient_buckets
+from rlpipe.engines.megatron.checkpoint.conversion.adam_state import AdamState
 from rlpipe.engines.megatron.checkpoint.conversion.convert import (
     to_adam_state,
     to_hf,
     to_torch_dist,
 )
+from rlpipe.engines.megatron.checkpoint.conversion.gradient_buckets import (
+    _fused_norms,
+    _grouped_experts,
+)
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
     MetaModel,
     single_process_groups,
 )
+from rlpipe.engines.megatron.checkpoint.conversion.parallel_loading import load_checkpoint_weights
+from rlpipe.engines.megatron.checkpoint.conversion.stored_names import StoredNames
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.system.ports import free_port
+from tests.engines.megatron.adam_jobs import (
+    continue_adam,
+    different_tensors,
+    expected_tensors,
+)
 from tests.engines.megatron.ranks import _train, engine
 from tests.engines.megatron.slime_checkpoint import Job, write
-
-TE_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +50,18 @@ def released(models, tmp_path_factory) -> Path:
     return folder
 
 
-def written(models, released: Path, save: Path, **settings: Any) -> Path:
+@pytest.fixture(scope="module")
+def released_experts(models, tmp_path_factory) -> Path:
+    """The qwen3_moe model in torch_dist format."""
+    folder = tmp_path_factory.mktemp("released")
+    to_torch_dist(Path(models["qwen3_moe"]), folder)
+    return folder
+
+
+def written(models, released: Path, save: Path, *, model: str = "qwen3", **settings: Any) -> Path:
     """Return the folder of a new checkpoint after two steps of Adam."""
-    write(Job(str(Path(models["qwen3"])), str(released), str(save), **settings))
+    write(Job(str(Path(models[model])), str(released), str(save), **settings))
     return save
-
-
-def expected_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    tensors = load_file(folder / "iter_0000001" / "expected.safetensors")
-    for norm, fused in TE_NAMES.items():
-        if f"exp_avg.{name}" not in tensors:
-            name = name.replace(norm, fused)
-    return {state: tensors[f"{state}.{name}"] for state in ("fp32_param", "exp_avg", "exp_avg_sq")}
-
-
-def state_of(part: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return Adam's tensors of a parameter in our optimizer."""
-    if hasattr(part, "gbuf_ranges"):
-        values = part._get_main_param_and_optimizer_states(parameter)
-        return values | {"fp32_param": values["param"]}
-    main = getattr(parameter, "main_param", parameter)
-    return {"fp32_param": main, **part.optimizer.state[main]}
 
 
 @pytest.mark.integration
@@ -90,27 +87,117 @@ def test_adam_continues_with_the_bits_that_megatron_saved(
     try:
         ours.load_hf()
         ours.load_adam_state(tmp_path / "adam")
+        assert different_tensors(ours.trained, saved) == []
         (part,) = inner_optimizers(ours.trained.optimizer)
-        for name, parameter in ours.trained.last_model.named_parameters():
-            found = state_of(part, parameter)
-            for state, expected in expected_tensors(saved, name).items():
-                assert torch.equal(found[state].detach().flatten(), expected.flatten()), name
         assert {float(values["step"]) for values in part.optimizer.state.values()} == {2.0}
         assert ours.trained.scheduler.num_steps == 2
     finally:
         ours.close()
 
 
+EXPERTS = [
+    ({"sharding": "dp_reshardable"}, True),
+    ({"sharding": "dp_reshardable", "dtype": "bfloat16", "grouped_experts": False}, False),
+    ({"sharding": "dp_reshardable", "dtype": "bfloat16", "fused_norms": False}, True),
+    ({"sharding": "fully_reshardable", "dtype": "bfloat16"}, True),
+    ({"sharding": "fully_reshardable", "chained_prefix": True}, True),
+    ({"sharding": None}, False),
+    ({"sharding": None, "dtype": "bfloat16", "chained_prefix": True}, True),
+]
+EXPERTS_NAMES = [
+    "buckets",
+    "buckets_bfloat16",
+    "buckets_local_layers",
+    "fully_reshardable",
+    "fully_reshardable_prefix",
+    "not_sharded",
+    "not_sharded_prefix",
+]
+
+
 @pytest.mark.integration
-def test_weights_of_a_checkpoint_that_megatron_wrote_convert_back_to_equal_bits(
-    models, released, tmp_path
+@pytest.mark.parametrize(("settings", "distributed"), EXPERTS, ids=EXPERTS_NAMES)
+@pytest.mark.parametrize("expert", [1, 2])
+def test_adam_of_experts_that_megatron_saved_takes_an_equal_step(
+    models, released_experts, tmp_path, settings, distributed, expert
 ):
-    saved = written(models, released, tmp_path / "saved", trains=False, iterations=(0,))
-    to_hf(saved, tmp_path / "back", origin=Path(models["qwen3"]))
+    """With expert parallelism, Megatron saves the state of two optimizers."""
+    saved = written(
+        models,
+        released_experts,
+        tmp_path / "saved",
+        model="qwen3_moe",
+        expert=expert,
+        data=expert,
+        **settings,
+    )
+    keys = Checkpoint(saved / "iter_0000001").tensor_sizes
+    is_numbered = settings["sharding"] == "dp_reshardable" or settings.get("chained_prefix", False)
+    assert any(key.startswith("chained_1.") for key in keys) == (is_numbered and expert == 2)
+    to_hf(saved, tmp_path / "weights", origin=Path(models["qwen3_moe"]))
+    to_adam_state(saved, tmp_path / "adam", origin=Path(models["qwen3_moe"]))
+    result = continue_adam(
+        0,
+        1,
+        free_port(),
+        str(tmp_path / "weights"),
+        {"use_distributed_optimizer": distributed},
+        str(tmp_path / "adam"),
+        str(saved),
+        settings.get("dtype", "float32"),
+    )
+    assert result == {"loaded": [], "stepped": [], "steps": {2.0}, "scheduler": 2}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("distributed", [True, False])
+def test_adam_of_experts_continues_on_expert_parallel_ranks(
+    models, released_experts, tmp_path, two_ranks, distributed
+):
+    saved = written(
+        models, released_experts, tmp_path / "saved", model="qwen3_moe", expert=2, data=2
+    )
+    to_hf(saved, tmp_path / "weights", origin=Path(models["qwen3_moe"]))
+    to_adam_state(saved, tmp_path / "adam", origin=Path(models["qwen3_moe"]))
+    train = {
+        "use_distributed_optimizer": distributed,
+        "parallel": {"expert_model_parallel_size": 2},
+    }
+    results = two_ranks.run(
+        continue_adam,
+        str(tmp_path / "weights"),
+        train,
+        str(tmp_path / "adam"),
+        str(saved),
+        "float32",
+    )
+    expected = {"loaded": [], "stepped": [], "steps": {2.0}, "scheduler": 2}
+    assert results == [expected, expected]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_weights_of_a_checkpoint_that_megatron_wrote_convert_back_to_equal_bits(
+    models, request, tmp_path, model
+):
+    """The norm before experts has another name in Transformer Engine's layers."""
+    origin = Path(models[model])
+    released = request.getfixturevalue("released" if model == "qwen3" else "released_experts")
+    saved = written(
+        models, released, tmp_path / "saved", model=model, trains=False, iterations=(0,)
+    )
+    to_hf(saved, tmp_path / "back", origin=origin)
     back = load_file(tmp_path / "back" / "model.safetensors")
-    original = load_file(Path(models["qwen3"]) / "model.safetensors")
+    original = load_file(origin / "model.safetensors")
     assert back.keys() == original.keys()
     assert all(torch.equal(back[name], original[name]) for name in original)
+    ours = engine(str(origin), TrainConfig(), 0, 1, free_port())
+    try:
+        load_checkpoint_weights(ours.trained, saved)
+        for name, tensor in ours.named_hf_tensors():
+            assert torch.equal(tensor, original[name]), name
+    finally:
+        ours.close()
 
 
 @pytest.mark.integration
@@ -119,9 +206,10 @@ def test_a_critic_keeps_its_value_head_and_its_adam(models, released, tmp_path):
     to_adam_state(saved, tmp_path / "adam", origin=Path(models["qwen3"]))
     to_hf(saved, tmp_path / "critic", origin=Path(models["qwen3"]))
     tensors = load_file(tmp_path / "critic" / "model.safetensors")
-    expected = load_file(saved / "iter_0000001" / "expected.safetensors")
+    expected = expected_tensors(saved)
     for name in ("weight", "bias"):
-        assert torch.equal(tensors[f"score.{name}"], expected[f"fp32_param.output_layer.{name}"])
+        master = expected[f"fp32_param.output_layer.{name}"]
+        assert torch.equal(tensors[f"score.{name}"].flatten(), master)
     assert "lm_head.weight" not in tensors
     settings = CriticConfig(hf_checkpoint=str(tmp_path / "critic"))
     keys = {"critic": settings, "critic_optimizer_steps": 100}
@@ -132,11 +220,7 @@ def test_a_critic_keeps_its_value_head_and_its_adam(models, released, tmp_path):
         ours.load_critic_adam_state(tmp_path / "adam")
         assert ours.state_digest() != before
         critic = ours.critic.trained
-        (part,) = inner_optimizers(critic.optimizer)
-        for name, parameter in critic.last_model.named_parameters():
-            found = state_of(part, parameter)
-            for state, values in expected_tensors(saved, name).items():
-                assert torch.equal(found[state].detach().flatten(), values.flatten()), name
+        assert different_tensors(critic, saved) == []
         assert (critic.scheduler.num_steps, ours.trained.scheduler.num_steps) == (2, 0)
     finally:
         ours.close()
@@ -148,9 +232,31 @@ def test_a_critic_keeps_its_value_head_and_its_adam(models, released, tmp_path):
 def test_buckets_of_several_ranks_are_joined(models, released, tmp_path, sizes):
     """Every master is compared with its weight when it is read."""
     saved = written(models, released, tmp_path / "saved", **sizes)
+    assert_masters_are_weights(saved, Path(models["qwen3"]))
+
+
+@pytest.mark.integration
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor": 2, "expert_tensor": 1},
+        {"tensor": 2, "data": 2},
+        {"pipeline": 2, "data": 2},
+        {"data": 4},
+    ],
+)
+def test_buckets_of_expert_parallel_ranks_are_joined(models, released_experts, tmp_path, sizes):
+    saved = written(
+        models, released_experts, tmp_path / "saved", model="qwen3_moe", expert=2, **sizes
+    )
+    assert_masters_are_weights(saved, Path(models["qwen3_moe"]))
+
+
+def assert_masters_are_weights(saved: Path, origin: Path) -> None:
     with single_process_groups():
         stored = Checkpoint(saved / "iter_0000001")
-        meta_model = MetaModel(Path(models["qwen3"]), stored.dtype, metadata=stored.layout)
+        meta_model = MetaModel(origin, stored.dtype, metadata=stored.layout)
         adam = AdamState(stored, meta_model)
         weights = stored.read(meta_model, list(meta_model.tensors))
         for name, weight in weights.items():
@@ -163,7 +269,7 @@ def test_buckets_in_another_order_and_missing_states_are_refused(
     models, released, tmp_path, monkeypatch
 ):
     saved = written(models, released, tmp_path / "saved")
-    monkeypatch.setattr(adam_state, "_fused_norms", list)
+    monkeypatch.setattr(gradient_buckets, "_ORDERS", (list,))
     with pytest.raises(ConfigError) as unknown:
         to_adam_state(saved, tmp_path / "adam", origin=Path(models["qwen3"]))
     assert "order of parameters" in str(unknown.value)
@@ -173,10 +279,14 @@ def test_buckets_in_another_order_and_missing_states_are_refused(
 
 
 @pytest.mark.integration
-def test_a_flat_state_of_an_older_megatron_is_read_by_name(models, tmp_path):
-    """[L, X, Y] on two tensor parallel ranks is stored as [L, x, y, XY / xy]."""
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_a_flat_state_of_an_older_megatron_is_read_by_name(models, tmp_path, model):
+    """[L, X, Y] on two tensor parallel ranks is stored as [L, x, y, XY / xy].
+
+    The older Megatron numbers the optimizers of experts and of other parameters.
+    """
     with single_process_groups():
-        meta_model = MetaModel(Path(models["qwen3"]), torch.float32)
+        meta_model = MetaModel(Path(models[model]), torch.float32)
         weights, expected, flat = {}, {}, {}
         for name in meta_model.tensors:
             full = torch.randn(meta_model.tensors[name].shape)
@@ -198,11 +308,14 @@ def test_a_flat_state_of_an_older_megatron_is_read_by_name(models, tmp_path):
             if is_layer and weight.dim() == 3:
                 parts[2 if key.endswith(("proj.weight", "fc2.weight")) else 1] = 4
             flat[key] = _flat(weight, parts)
-        adam = {f"optimizer.state.{s}.{k}": t for k, t in flat.items() for s in adam_state.MOMENTS}
-        masters = {f"optimizer.state.fp32_param.{key}": tensor for key, tensor in flat.items()}
+        adam = {}
+        for key, tensor in flat.items():
+            number = f"chained_{int('.experts.' in key)}." if model == "qwen3_moe" else ""
+            for state in ("fp32_param", *adam_state.MOMENTS):
+                adam[f"{number}optimizer.state.{state}.{key}"] = tensor
         folder = tmp_path / "iter_0000001"
-        save(weights | adam | masters, checkpoint_id=folder, no_dist=True)
-        common = {"optimizer": {"param_groups": [{"step": 3}]}}
+        save(weights | adam, checkpoint_id=folder, no_dist=True)
+        common = {"optimizer": {0: {"param_groups": [{"step": 3}]}, 1: {"param_groups": []}}}
         torch.save(common, folder / "common.pt")
         (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
         found = AdamState(Checkpoint(folder), meta_model)
@@ -242,6 +355,35 @@ def test_fused_norms_precede_the_weight_of_their_linear_layer():
     assert _fused_norms(local) == expected
     experts = [f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.router.weight"]
     assert _fused_norms(experts) == experts
+    latent = f"{layer}self_attention."
+    after = [f"{latent}linear_q_up_proj.weight", f"{latent}q_layernorm.weight"]
+    assert _fused_norms(after) == after[::-1]
+
+
+def test_norms_are_found_under_the_names_of_both_kinds_of_layers():
+    layers = "decoder.layers.3"
+    fused = StoredNames(
+        [
+            f"{layers}.self_attention.linear_q_up_proj.layer_norm_weight",
+            f"chained_0.optimizer.state.exp_avg.{layers}.pre_mlp_layernorm.weight",
+        ]
+    )
+    norm = fused.key(f"{layers}.self_attention.q_layernorm.weight")
+    assert norm == f"{layers}.self_attention.linear_q_up_proj.layer_norm_weight"
+    moment = fused.key(f"optimizer.state.exp_avg.{layers}.mlp.linear_fc1.layer_norm_weight")
+    assert moment == f"chained_0.optimizer.state.exp_avg.{layers}.pre_mlp_layernorm.weight"
+    assert fused.key("output_layer.weight") == "output_layer.weight"
+
+
+def test_grouped_experts_have_the_first_linear_layers_of_all_experts_first():
+    experts = "decoder.layers.1.mlp.experts.local_experts"
+    local = [
+        "decoder.layers.1.mlp.router.weight",
+        *(f"{experts}.{n}.linear_fc{i}.weight" for n in (0, 1) for i in (1, 2)),
+        "decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
+    ]
+    order = _grouped_experts(local)
+    assert order == [local[0], local[1], local[3], local[2], local[4], local[5]]
 
 
 @pytest.mark.integration

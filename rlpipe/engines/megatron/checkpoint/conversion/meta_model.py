@@ -105,6 +105,7 @@ class MetaModel:
                 **model_arguments(self.bridge),
                 **further,
             )
+        self._parameters = dict(self._model.named_parameters())
         state: dict[str, Any] = self._model.state_dict()
         # mbridge's models have no value head.
         bridged = [name for name in state if not (critic and name.startswith("output_layer."))]
@@ -199,7 +200,7 @@ class MetaModel:
 
         Its attributes say how it is split over tensor parallel ranks.
         """
-        return dict(self._model.named_parameters()).get(name)
+        return self._parameters.get(name)
 
 
 def arguments(bridge: LLMBridge) -> Namespace:

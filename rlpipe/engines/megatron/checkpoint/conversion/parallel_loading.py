@@ -7,6 +7,7 @@ the whole state of training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,14 @@ def _copy_weights(state: dict[str, Any], model: PolicyModel, folder: Path) -> No
 
 
 def _resharded(_bridge: LLMBridge, model: PolicyModel, _key: str, folder: Path) -> dict[str, Any]:
-    metadata = {"singleton_local_shards": False, **Checkpoint(folder).layout}
+    checkpoint = Checkpoint(folder)
+    metadata = {"singleton_local_shards": False, **checkpoint.layout}
     try:
         sharded: Any = model.sharded_state_dict(metadata=metadata)
         tensors: Any = {
-            name: shard for name, shard in sharded.items() if not isinstance(shard, ShardedObject)
+            name: replace(shard, key=checkpoint.names.key(shard.key))
+            for name, shard in sharded.items()
+            if not isinstance(shard, ShardedObject)
         }
         state: Any = dist_checkpointing.load(
             {"model": tensors}, str(folder), validate_access_integrity=False

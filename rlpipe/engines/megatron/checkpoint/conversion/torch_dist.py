@@ -56,6 +56,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import MetaModel
+from rlpipe.engines.megatron.checkpoint.conversion.stored_names import StoredNames
 from rlpipe.errors import DataError
 
 EXTRA_PREFIX = "huggingface."
@@ -211,6 +212,7 @@ class Checkpoint:
             self._reader = FileSystemReader(folder)
             self._stored: Metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._stored, True)
+            self.names = StoredNames(self._stored.state_dict_metadata)
             self.common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
         except (
             OSError,
@@ -365,9 +367,10 @@ class Checkpoint:
         """Read the stored pieces into the shards' tensors."""
         chunks = []
         for shard in shards:
-            entry = self._stored.state_dict_metadata.get(shard.key)
+            key = self.names.key(shard.key)
+            entry = self._stored.state_dict_metadata.get(key)
             chunk = _chunk(shard)
-            if isinstance(entry, TensorStorageMetadata) and self._fill_flat(shard, entry):
+            if isinstance(entry, TensorStorageMetadata) and self._fill_flat(shard, key, entry):
                 continue
             if not isinstance(entry, TensorStorageMetadata) or not _has_shape(shard, entry):
                 raise DataError(
@@ -380,18 +383,17 @@ class Checkpoint:
                     do="give the directory of the checkpoint's model: --origin-hf-dir",
                 )
             assert shard.data is not None
-            chunks.append((shard.key, chunk, shard.data.view(chunk.sizes)))
+            chunks.append((key, chunk, shard.data.view(chunk.sizes)))
         self._read_chunks(chunks)
 
-    def _fill_flat(self, shard: ShardedTensor, entry: TensorStorageMetadata) -> bool:
+    def _fill_flat(self, shard: ShardedTensor, key: str, entry: TensorStorageMetadata) -> bool:
         """Read a tensor that Megatron-core before 0.15 stored flat; False if it is not flat.
 
         The optimizer state of a tensor of shape [X, Y] in x by y equal parts is then stored as
         [x, y, XY / xy].
         """
-        weight = self._stored.state_dict_metadata.get(
-            shard.key.removeprefix("optimizer.state.").partition(".")[2]
-        )
+        parameter = shard.key.removeprefix("optimizer.state.").partition(".")[2]
+        weight = self._stored.state_dict_metadata.get(self.names.key(parameter))
         size = tuple(entry.size)
         if not isinstance(weight, TensorStorageMetadata) or len(size) != len(weight.size) + 1:
             return False
@@ -407,9 +409,7 @@ class Checkpoint:
         last = [-(-(start + length) // step) for start, length, step in bounds]
         counts = [end - begin for begin, end in zip(first, last, strict=True)]
         flat = torch.empty(*counts, size[-1], dtype=entry.properties.dtype)
-        self._read_chunks(
-            [(shard.key, ChunkStorageMetadata(torch.Size([*first, 0]), flat.shape), flat)]
-        )
+        self._read_chunks([(key, ChunkStorageMetadata(torch.Size([*first, 0]), flat.shape), flat)])
         rank = len(local)
         interleaved = [axis + half for axis in range(rank) for half in (0, rank)]
         joined = flat.view(*counts, *local).permute(interleaved)
