@@ -368,9 +368,12 @@ def copy_of_checkpoint(
         ours.close()
 
 
-def offload_and_train(rank: int, world_size: int, port: int, model_dir: str, train: dict) -> dict:
+def offload_and_train(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, dtype: str = "float32"
+) -> dict:
     """Offload everything, restore it and train; return kept bytes and digests."""
-    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    config = TrainConfig.model_validate(train)
+    ours = engine(model_dir, config, rank, world_size, port, dtype=dtype)
     try:
         ours.load_hf()
         before = ours.state_digest()

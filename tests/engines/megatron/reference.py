@@ -32,7 +32,7 @@ def log_probs(
 @torch.no_grad()
 def score(model: torch.nn.Module, batch: BatchColumns, temperature: float) -> np.ndarray:
     return torch.cat(
-        [log_probs(model, batch, i, temperature)[0] for i in range(len(batch))]
+        [log_probs(model, batch, i, temperature)[0].float() for i in range(len(batch))]
     ).numpy()
 
 

@@ -99,6 +99,8 @@ class _GatedDeltaBridge(PredictsFurther):
     def _weight_to_mcore_format(
         self, mcore_weights_name: str, hf_weights: list[torch.Tensor]
     ) -> torch.Tensor:
+        if mcore_weights_name.endswith(".A_log"):
+            return hf_weights[0].float()  # mbridge would round it to the model's dtype
         groups, sizes = self._groups(mcore_weights_name, len(hf_weights))
         if not groups:
             return super()._weight_to_mcore_format(mcore_weights_name, hf_weights)

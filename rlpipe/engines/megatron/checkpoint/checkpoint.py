@@ -54,6 +54,7 @@ from rlpipe.engines.megatron.checkpoint.conversion.meta_model import arguments
 from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_disk_space
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.engines.megatron.model.build import TrainedModel
+from rlpipe.engines.megatron.model.float32_parameters import counted
 
 _EXTRA_STATE = "_extra_state"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -384,9 +385,10 @@ def _model_state(
     weights = _sharded_weights(trained, metadata)
     state: dict[str, Any] = _without_extra_states(weights) if loading else {**weights}
     if not weights_only:
-        state["optimizer"] = trained.optimizer.sharded_state_dict(
-            weights, is_loading=loading, metadata=metadata
-        )
+        with counted(trained.optimizer):
+            state["optimizer"] = trained.optimizer.sharded_state_dict(
+                weights, is_loading=loading, metadata=metadata
+            )
         state["opt_param_scheduler"] = trained.scheduler.state_dict()
     return state
 
@@ -425,7 +427,7 @@ def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:
     for saved in _adam_states(state):
         # Megatron does not save the step count of torch's Adam while it is 0.
         saved["state"].setdefault("common_step", torch.zeros(()))
-    with torch.no_grad():
+    with torch.no_grad(), counted(trained.optimizer):
         trained.optimizer.load_state_dict(state)
     for part, kept in zip(inner_optimizers(trained.optimizer), settings, strict=True):
         for group, own in zip(part.optimizer.param_groups, kept, strict=True):

@@ -34,6 +34,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
+from rlpipe.engines.megatron.model.float32_parameters import order_states
 from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
 from rlpipe.engines.megatron.model.provided import provided_model
@@ -132,6 +133,7 @@ def build(
         for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind, provider))
     ]
     optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), chunks)
+    order_states(optimizer)
     bridge.config.grad_scale_func = optimizer.scale_loss
     return TrainedModel(
         bridge, chunks, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps)

@@ -10,6 +10,13 @@ value head, with q, k of its key head, normalised to length 1:
 
 q, k and v pass a causal convolution of each channel, and SiLU, first.
 
+A_log stays float32 in a model of 16 bit. exp(A_log) is the rate of decay over all earlier tokens,
+and bfloat16 would change it by up to 0.8 %. SGLang 0.5.21 holds it in float32 (`models/qwen3_next`,
+`models/qwen3_5`; sgl-project/sglang#19961), as Qwen3.5's files do (NVIDIA/Megatron-LM#3634).
+Megatron-core 0.16 and slime round it. Every other parameter has the model's dtype in SGLang and
+here: dt_bias, and the norm, which Qwen3.5's files have in float32. transformers computes the decay
+in float32 of the dtype that it loads.
+
 Legend: L local packed tokens, G key heads of a rank, R value heads of a key head, K and V sizes of
 a key and a value head, n segments of a block, l tokens of its longest segment.
 """
@@ -69,7 +76,7 @@ class GatedDeltaNet(MegatronModule):
         self.conv_weight = self._split(
             self._key_heads * channels, 1, config.linear_conv_kernel_dim or 0
         )
-        self.A_log = self._split(value_heads // ranks)
+        self.A_log = self._split(value_heads // ranks, dtype=torch.float32)
         self.dt_bias = self._split(value_heads // ranks)
         self.norm_weight = torch.nn.Parameter(
             torch.empty(self._value_size, dtype=config.params_dtype)
@@ -96,12 +103,22 @@ class GatedDeltaNet(MegatronModule):
             tp_group=self._group,
         )
 
-    def _split(self, *shape: int) -> torch.nn.Parameter:
-        parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+    def _split(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        parameter: Any = torch.nn.Parameter(
+            torch.empty(shape, dtype=dtype or self.config.params_dtype)
+        )
         parameter.tensor_model_parallel = True
         parameter.partition_dim = 0
         parameter.partition_stride = 1
         return parameter
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GatedDeltaNet:
+        """Apply a function such as `bfloat16()` of Megatron's Float16Module, but not to A_log."""
+        exact = self.A_log.data
+        super()._apply(fn, recurse)
+        if self.A_log.dtype != torch.float32:
+            self.A_log.data = exact.to(self.A_log.device)
+        return self
 
     def forward(
         self,
@@ -138,7 +155,7 @@ class GatedDeltaNet(MegatronModule):
     def _rates(self, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return β and g [L, value heads] of b and a [L, G, 2 R]."""
         b, a = rates.chunk(2, -1)
-        decay = -self.A_log.float().exp() * softplus(a.flatten(1).float() + self.dt_bias)
+        decay = -self.A_log.exp() * softplus(a.flatten(1).float() + self.dt_bias)
         return b.flatten(1).sigmoid(), decay
 
     def _attend(
