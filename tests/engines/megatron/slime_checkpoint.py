@@ -34,8 +34,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from rlpipe.engines.megatron.bridges.bridge import model_arguments, open_bridge
+from rlpipe.engines.megatron.checkpoint.conversion.stored_names import StoredNames
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import PRELOADED
 from tests.processes import adopt, fork_server
@@ -55,6 +59,8 @@ _EXPERT = re.compile(
     r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))"
 )
 _FUSED = {
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -88,6 +94,8 @@ class Job:
     iterations: tuple[int, ...] = (0, 1)
     """Iterations that are saved. One Adam step is taken in each."""
     total_steps: int = TOTAL_STEPS
+    bridged: bool = False
+    """Model and configuration come from rlpipe's bridge, for other families than Qwen3."""
     critic: bool = False
     """A value head takes the place of the output layer."""
     trains: bool = True
@@ -100,6 +108,7 @@ class NormLinear(ColumnParallelLinear):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         weight: Any = self._parameters.pop("weight")
+        bias: Any = self._parameters.pop("bias", None)
         self.layer_norm_weight = torch.nn.Parameter(
             torch.ones(self.input_size, dtype=weight.dtype, device=weight.device)
         )
@@ -107,6 +116,7 @@ class NormLinear(ColumnParallelLinear):
             self.layer_norm_weight
         )
         self.weight = weight
+        self.register_parameter("bias", bias)
 
     def forward(self, *_arguments: Any, **_keywords: Any) -> Any:
         raise NotImplementedError  # gradients come from `_step`
@@ -176,18 +186,7 @@ def _write_rank(job: Job, environment: Mapping[str, str]) -> None:
 
 def _build(job: Job) -> tuple[Any, Any, Any]:
     """Return the model in DDP, its optimizer and its schedule."""
-    hf: Any = Namespace(**json.loads((Path(job.origin) / "config.json").read_text()))
-    config = _config(job, hf)
-    model: Any = GPTModel(
-        config=config,
-        transformer_layer_spec=_layers(job, config.num_moe_experts),
-        vocab_size=hf.vocab_size,
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings and not job.critic,
-        position_embedding_type="rope",
-    )
+    model, config = _bridged(job) if job.bridged else _qwen3(job)
     if job.critic and model.post_process:
         model.output_layer = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
     for parameter in model.parameters():
@@ -229,6 +228,39 @@ def _build(job: Job) -> tuple[Any, Any, Any]:
     return ddp, optimizer, scheduler
 
 
+def _qwen3(job: Job) -> tuple[Any, TransformerConfig]:
+    hf: Any = Namespace(**json.loads((Path(job.origin) / "config.json").read_text()))
+    config = _config(job, hf)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layers(job, config.num_moe_experts),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings and not job.critic,
+        position_embedding_type="rope",
+    )
+    return model, config
+
+
+def _bridged(job: Job) -> tuple[Any, TransformerConfig]:
+    bridge = open_bridge(job.origin, getattr(torch, job.dtype), use_cpu_initialization=True)
+    block: Any = gpt_layer_specs.get_gpt_decoder_block_spec(
+        bridge.config, use_transformer_engine=False, normalization=bridge.config.normalization
+    )
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        _adapt(job, layer.submodules)
+    hf: Any = bridge.hf_config
+    model = GPTModel(
+        config=bridge.config,
+        transformer_layer_spec=block,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        **model_arguments(bridge),
+    )
+    return model, bridge.config
+
+
 def _config(job: Job, hf: Any) -> TransformerConfig:
     experts: dict[str, Any] = {}
     if hasattr(hf, "num_local_experts"):
@@ -268,28 +300,44 @@ def _layers(job: Job, experts: int | None) -> Any:
     spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=True, normalization="RMSNorm"
     )
-    layer = spec.submodules
+    _adapt(job, spec.submodules)
+    return spec
+
+
+def _adapt(job: Job, layer: Any) -> None:
+    """Give a layer the parameters of Transformer Engine's layers."""
+    has_experts = layer.mlp.module is MoELayer
+    attention = layer.self_attention.submodules
     if job.fused_norms:
-        layer.input_layernorm = IdentityOp
-        layer.self_attention.submodules.linear_qkv = NormLinear
         layer.sharded_state_dict_keys_map = {}
-        if not experts:
+        if hasattr(attention, "linear_qkv"):
+            layer.input_layernorm = IdentityOp
+            attention.linear_qkv = NormLinear
+        else:  # latent attention
+            attention.core_attention = IdentityOp  # Megatron's needs Transformer Engine
+            attention.q_layernorm = attention.kv_layernorm = IdentityOp
+            attention.linear_q_up_proj = attention.linear_kv_up_proj = NormLinear
+        if not has_experts:
             layer.pre_mlp_layernorm = IdentityOp
             layer.mlp.submodules.linear_fc1 = NormLinear
-    if experts and job.grouped_experts:
+    if has_experts and job.grouped_experts:
         layer.mlp.submodules.experts.module = GroupedExperts
-    return spec
 
 
 def _load_release(ddp: Any, release: Path) -> None:
     metadata = {"singleton_local_shards": False}
     model = _unwrapped(ddp)
-    sharded = model.sharded_state_dict(metadata=metadata)
+    sharded = {
+        name: each
+        for name, each in model.sharded_state_dict(metadata=metadata).items()
+        if not name.endswith("_extra_state")
+    }
     if isinstance(getattr(model, "output_layer", None), torch.nn.Linear):
         sharded = {name: each for name, each in sharded.items() if "output_layer" not in name}
+    # The release has the names of local layers.
+    stored = StoredNames(FileSystemReader(release).read_metadata().state_dict_metadata)
     for each in sharded.values():
-        # The release has the names of local layers.
-        each.key = each.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        each.key = stored.key(each.key)
     loaded: Any = dist_checkpointing.load(
         {"model": sharded}, str(release), strict="assume_ok_unexpected"
     )

@@ -38,6 +38,7 @@ from tests.engines.megatron.adam_jobs import (
     different_tensors,
     expected_tensors,
 )
+from tests.engines.megatron.families import make
 from tests.engines.megatron.ranks import _train, engine
 from tests.engines.megatron.slime_checkpoint import Job, write
 
@@ -145,6 +146,41 @@ def test_adam_of_experts_that_megatron_saved_takes_an_equal_step(
         str(tmp_path / "adam"),
         str(saved),
         settings.get("dtype", "float32"),
+    )
+    assert result == {"loaded": [], "stepped": [], "steps": {2.0}, "scheduler": 2}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("glm4.5", {"num_hidden_layers": 3}), ("deepseek_v3", {}), ("qwen2_moe", {})],
+)
+def test_adam_of_other_families_with_experts_takes_an_equal_step(tmp_path, family, changes, expert):
+    """Dense first layers, shared experts, biases of routers and latent attention."""
+    origin = Path(make(family, tmp_path / "model", changes=changes, dtype=torch.bfloat16))
+    to_torch_dist(origin, tmp_path / "released")
+    job = Job(
+        str(origin),
+        str(tmp_path / "released"),
+        str(tmp_path / "saved"),
+        dtype="bfloat16",
+        bridged=True,
+        expert=expert,
+        data=expert,
+    )
+    write(job)
+    to_hf(tmp_path / "saved", tmp_path / "weights", origin=origin)
+    to_adam_state(tmp_path / "saved", tmp_path / "adam", origin=origin)
+    result = continue_adam(
+        0,
+        1,
+        free_port(),
+        str(tmp_path / "weights"),
+        {},
+        str(tmp_path / "adam"),
+        job.save,
+        job.dtype,
     )
     assert result == {"loaded": [], "stepped": [], "steps": {2.0}, "scheduler": 2}
 

@@ -239,9 +239,7 @@ class GradientBuckets:
         layers = self._layers_of(stage)
         is_last = stage == self._pipeline - 1
         names = []
-        for name in self._meta_model.tensors:
-            if self._meta_model.parameter(name) is None:
-                continue  # a buffer
+        for name in self._meta_model.parameter_names:
             if match := _LAYER.fullmatch(name):
                 here = int(match[1]) in layers
             elif name.startswith("embedding."):

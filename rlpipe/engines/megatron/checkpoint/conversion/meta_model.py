@@ -195,6 +195,11 @@ class MetaModel:
             return [*nested_values(sharded.build())]
         return [sharded]
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters in the order of the model, which that of `tensors` is not."""
+        return list(self._parameters)
+
     def parameter(self, name: str) -> torch.nn.Parameter | None:
         """Return the parameter of this name; None for a buffer.
 
