@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.packing import PackingPlan, _differenced, attention_length, plan
+from rlpipe.batch.packing import PackingPlan, _deal, _differenced, attention_length, plan
 from rlpipe.errors import ConfigError, DataError
 
 lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
@@ -336,3 +336,24 @@ def test_the_same_batch_gives_the_same_plan():
         plan(lengths, global_batch_size=None, max_tokens=700, data_parallel=2) for _ in range(2)
     ]
     assert plans[0] == plans[1]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=24),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+def test_each_bin_goes_to_the_rank_with_the_least_cost_that_has_room(
+    lengths, data_parallel, per_rank
+):
+    cost = np.array(lengths, float)
+    bins = [[sample] for sample in range(min(len(lengths), data_parallel * per_rank))]
+    bins += [[] for _ in range(data_parallel * per_rank - len(bins))]
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(data_parallel)]
+    load = [0.0] * data_parallel
+    for members in sorted(bins, key=lambda members: -float(cost[members].sum())):
+        free = [rank for rank in range(data_parallel) if len(ranks[rank]) < per_rank]
+        target = min(free, key=lambda rank: (load[rank], rank))
+        ranks[target].append(tuple(members))
+        load[target] += float(cost[members].sum())
+    assert _deal(bins, cost, data_parallel, per_rank) == tuple(map(tuple, ranks))
