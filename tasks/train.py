@@ -105,8 +105,10 @@ def _agreed(ctx: RunContext, digest: str, k: int, answers: list[dict[str, Any]])
         )
     result = answers[0]
     records = [write_packing(ctx.files, digest, PackingPlan.model_validate(result["packing"]))]
-    critic_packing = answers[-1]["packing"]
-    if critic_packing != result["packing"]:  # The critic has separate ranks.
+    resources = ctx.config.resources
+    if resources.critic_ranks and (
+        (critic_packing := answers[resources.trainer_ranks]["packing"]) != result["packing"]
+    ):
         plan = PackingPlan.model_validate(critic_packing)
         records.append(write_packing(ctx.files, digest, plan, critic=True))
     metrics = {f"train/{name}": value for name, value in _mean(result["steps"]).items()}

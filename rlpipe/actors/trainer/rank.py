@@ -227,7 +227,9 @@ class Rank(ABC, Generic[E]):
     def train(self, *, key: str, before: str, advantage: str) -> dict[str, Any]:
         """Take the optimizer steps of one iteration, at most once.
 
-        Return `{"steps", "metrics", "state_digest", "packing", "tokens", "machine", "seconds"}`.
+        Return `{"steps", "metrics", "state_digest", "packing", "tokens", "machine", "seconds"}` on
+        rank 0, `{"state_digest"}` on the others. A plan names every sample of the batch, and the
+        driver reads the answers of all ranks.
         """
         # a retry after a lost answer must not train the batch twice
         if self.held == key and not self.dirty:
@@ -250,9 +252,13 @@ class Rank(ABC, Generic[E]):
                 columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args
             )
         self._refresh_reference(version + 1)
+        # Collective.
+        metrics = self._metrics_of(batch, stored, columns, steps, version)
+        if self.rank > 0:
+            return self._set_held(key, {"state_digest": steps.state_digest})
         result = {
             "steps": steps.steps,
-            "metrics": self._metrics_of(batch, stored, columns, steps, version),
+            "metrics": metrics,
             "state_digest": steps.state_digest,
             "packing": packing.model_dump(),
             "tokens": stored.sizes.num_tokens,
