@@ -157,6 +157,7 @@ class StoredBatch:
 
     def __init__(self, files: Files, advantage: Node) -> None:
         """Raises: ObjectMissing, ObjectCorrupt."""
+        self.digest = advantage.digest
         (self._table,) = open_tables(files, advantage.files)
         self._table.require(BATCH)
         self.sizes, row = _sizes(self._table)

@@ -21,7 +21,12 @@ import numpy as np
 from rlpipe.actors.trainer.first_weights import check_first_weights
 from rlpipe.actors.trainer.pushing import Pusher
 from rlpipe.actors.trainer.rank import Address, Rank, collective
-from rlpipe.actors.trainer.scoring import critic_metrics, score_batch, with_teacher_server_scores
+from rlpipe.actors.trainer.scoring import (
+    critic_metrics,
+    never_scores,
+    score_batch,
+    with_teacher_server_scores,
+)
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import staleness_of
 from rlpipe.batch.columns import BatchColumns, BatchSizes
@@ -55,6 +60,8 @@ class TrainerRank(Rank[MegatronEngine]):
         self._probe: Probe | None = None
         self._own_proximal: tuple[str, np.ndarray] | None = None
         """Digest of the batch trained last, and the log-probs that its step computed itself."""
+        self._last_batch: StoredBatch | None = None
+        """The batch trained last, until the probe of its push."""
 
     @collective
     def advantage(
@@ -68,6 +75,9 @@ class TrainerRank(Rank[MegatronEngine]):
         start = time.perf_counter()
         engine, spec = self._require(before)
         supervised = spec.advantage.advantage_estimator == "none"
+        # The rows of all ranks together grow with the square of the ranks.
+        if self.rank > 0 and (supervised or never_scores(spec)):
+            return None
         chosen = self._batch(before=before, version=version, **rows)
         # One rank holds and writes the whole batch. The others hold the samples that they score.
         batch = chosen.batch(with_samples=bool(spec.advantage.hooks)) if self.rank == 0 else None
@@ -113,6 +123,7 @@ class TrainerRank(Rank[MegatronEngine]):
         steps: TrainResult,
         version: int,
     ) -> dict[str, float]:
+        self._last_batch = stored
         own = steps.proximal_log_probs
         # Every rank, because `probe` is collective, and in a replay: a resumed run pushes too.
         self._own_proximal = None if own is None else (batch.digest, own)
@@ -184,7 +195,10 @@ class TrainerRank(Rank[MegatronEngine]):
         engine, spec = self._require(held)
         parts = Parts()
         with parts.part("read"):
-            stored = StoredBatch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
+            # The file of the whole batch, which each rank reads.
+            stored, self._last_batch = self._last_batch, None
+            if stored is None or stored.digest != batch:
+                stored = StoredBatch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
             probed = stored.columns(spread(len(stored), samples))
         own = self._own_proximal
         scored_by_step = False

@@ -71,6 +71,22 @@ def score_batch(
     }
 
 
+def never_scores(spec: TrainerSpec) -> bool:
+    """True if `score_batch` needs no pass of any model, whatever the batch is."""
+    train = spec.train
+    one_step = train.num_steps_per_rollout == 1 or (
+        train.num_steps_per_rollout is None and train.global_batch_size is None
+    )
+    passes = (
+        spec.score_proximal or (spec.score_proximal is None and not one_step),
+        train.use_routing_replay or train.use_rollout_routing_replay,
+        spec.advantage.reference,
+        spec.teacher is not None and spec.teacher.opd_type == "megatron",
+        spec.critic is not None,
+    )
+    return not any(passes)
+
+
 def with_teacher_server_scores(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
     """Return the batch with log-probs of the teacher's server, if the run has one.
 

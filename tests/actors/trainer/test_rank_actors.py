@@ -13,13 +13,21 @@ import pytest
 
 from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
 from rlpipe.actors.trainer.rank_actors import TrainerRank
+from rlpipe.actors.trainer.scoring import never_scores
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import Batch, fix_batch
 from rlpipe.batch.files import StoredBatch, read_rewards, write_batch
 from rlpipe.batch.rows import RolloutRows
-from rlpipe.config.train import SyncConfig
+from rlpipe.config.train import CriticConfig, SyncConfig, TeacherConfig
 from rlpipe.engines.megatron.results import TrainResult
-from rlpipe.errors import ConfigError, DeadlineExceeded, ObjectConflict, StoreError, StoreFull
+from rlpipe.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ObjectConflict,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+)
 from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -214,6 +222,59 @@ def test_a_replayed_step_keeps_its_log_probs_and_has_no_metrics(rank: TrainerRan
     result = TrainResult([], "digest", own)
     assert rank._metrics_of(node, unread, batch.columns, result, 3) == {}
     assert rank._own_proximal == (node.digest, own)
+
+
+def test_ranks_other_than_0_read_no_rows_if_no_batch_is_ever_scored(rank: TrainerRank):
+    spec = rank._spec
+    assert spec is not None and spec.train.global_batch_size == 4
+    unread: dict[str, Any] = {"rollout": "none", "reward": "none"}
+    rank.rank = 1
+    rank.held = "state"
+    rank._nodes = Nodes(Files(spec.store_root))
+    with pytest.raises(ObjectMissing):  # a batch may have several optimizer steps
+        rank.advantage(key="key", before="state", version=3, **unread)
+    never = spec.train.model_copy(update={"global_batch_size": None})
+    rank._spec = replace(spec, train=never)
+    assert rank.advantage(key="key", before="state", version=3, **unread) is None
+    needing = [
+        {"score_proximal": True},
+        {"train": never.model_copy(update={"use_routing_replay": True})},
+        {"advantage": spec.advantage.model_copy(update={"reference": True})},
+        {"teacher": TeacherConfig(opd_type="megatron", opd_teacher_load="t")},
+        {"critic": CriticConfig()},
+    ]
+    assert not any(never_scores(replace(rank._spec, **changed)) for changed in needing)
+    assert never_scores(replace(spec, score_proximal=False))
+
+
+def test_the_probe_of_a_push_reads_the_file_of_the_trained_batch_only_if_it_is_not_held(
+    rank: TrainerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = Files(tmp_path / "store")
+    rank._files = files
+    rank._nodes = Nodes(files)
+    _, _, batch = sampled_batch(files, 3)
+    node = Inputs(Stage.ADVANTAGE, {"rollout": "r", "reward": "w", "before": "b"}).node(
+        files=[write_batch(files, "batch", batch, batch.columns)], outputs={}
+    )
+    rank._nodes.commit(node)
+    made: Any = rank
+    made._engine = SimpleNamespace(
+        score=lambda columns, **_: np.zeros(len(columns.response_index()), np.float32),
+        max_tokens=100,
+    )
+    stored = StoredBatch(files, node)
+    rank._metrics_of(node, stored, batch.columns, TrainResult([{}], "s"), 3)
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "rlpipe.actors.trainer.rank_actors.StoredBatch",
+        lambda files, node: opened.append(node.digest) or StoredBatch(files, node),
+    )
+    rank.held = "state"
+    rank.probe(held="state", batch=node.digest, samples=2)
+    assert opened == []
+    rank.probe(held="state", batch=node.digest, samples=2)
+    assert opened == [node.digest]
 
 
 def test_a_batch_of_several_optimizer_steps_is_scored_first(rank: TrainerRank, tmp_path: Path):
