@@ -327,8 +327,8 @@ class RouterActor:
             if isinstance(self._router, ExternalRouter) and checked_config != engine:
                 self._router.require_alone([*engines, *resources.external_engines])
             self._config = engine
-        for url in {worker["url"] for worker in self._router.workers()} - set(engines):
-            self._router.remove(url)
+        known = {worker["url"] for worker in self._router.workers()}
+        self._router.remove(*(known - set(engines)))
         return self._router.url
 
     def _create_router(self, engine: EngineConfig, logs: str) -> Router | ExternalRouter:
@@ -342,8 +342,7 @@ class RouterActor:
         """Send requests to these engines, which hold the published weights and are not paused."""
         if self._router is None:
             raise EngineUnavailable("the router has not been started", where="router")
-        for url in workers:
-            self._router.add(url)
+        self._router.add(*workers)
 
     def workers(self) -> list[str] | None:
         """Return the URLs of the admitted engines; None if the router does not run."""
@@ -354,8 +353,7 @@ class RouterActor:
     def remove(self, workers: list[str]) -> None:
         """Send no more requests to these engines, because their weights are unknown."""
         if self._router is not None:
-            for url in workers:
-                self._router.remove(url)
+            self._router.remove(*workers)
 
     def stop(self) -> None:
         """Stop the router. An external router keeps running."""

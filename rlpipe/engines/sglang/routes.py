@@ -1,8 +1,8 @@
 """`Routes`: read and change the engines of a router. Base of `Router` and `ExternalRouter`.
 
 An added engine gets requests after about a second, a removed one gets none after a few
-milliseconds; both methods wait for that. Weight pushes need neither: a paused engine keeps its
-requests waiting.
+milliseconds; both methods wait for that, for all of their engines at once. Weight pushes need
+neither: a paused engine keeps its requests waiting.
 """
 
 from __future__ import annotations
@@ -36,25 +36,35 @@ class Routes:
         """Return the router's engines as it describes them: `id`, `url`, `is_healthy` and more."""
         return read_workers(self._call("GET", "/workers"), self.name, ("id", "url", "is_healthy"))
 
-    def add(self, url: str, deadline_s: float = 60.0) -> None:
-        """Add an engine and wait until it gets requests. No error if it is known already."""
-        if self._id_of(url) is None:
-            self._call("POST", "/workers", {"url": url})
+    def add(self, *urls: str, deadline_s: float = 60.0) -> None:
+        """Add engines and wait until they get requests. No error for those that are known already.
+
+        One after another, 512 engines took four times as long: each lists all others.
+        """
+        known = self._ids()
+        for url in urls:
+            if url not in known:
+                self._call("POST", "/workers", {"url": url})
+
+        def are_healthy() -> bool:
+            healthy = {worker["url"] for worker in self.workers() if worker["is_healthy"]}
+            return healthy.issuperset(urls)
+
+        self._wait(are_healthy, f"add {', '.join(urls)}", deadline_s)
+
+    def remove(self, *urls: str, deadline_s: float = 60.0) -> None:
+        """Remove engines and wait until they get no requests. No error for unknown ones."""
+        known = self._ids()
+        for url in urls:
+            if url in known:
+                self._call("DELETE", f"/workers/{known[url]}")
         self._wait(
-            lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()),
-            f"add {url}",
-            deadline_s,
+            lambda: self._ids().keys().isdisjoint(urls), f"remove {', '.join(urls)}", deadline_s
         )
 
-    def remove(self, url: str, deadline_s: float = 60.0) -> None:
-        """Remove an engine and wait until it gets no requests. No error if it is unknown."""
-        worker = self._id_of(url)
-        if worker is not None:
-            self._call("DELETE", f"/workers/{worker}")
-        self._wait(lambda: self._id_of(url) is None, f"remove {url}", deadline_s)
-
-    def _id_of(self, url: str) -> str | None:
-        return next((worker["id"] for worker in self.workers() if worker["url"] == url), None)
+    def _ids(self) -> dict[str, str]:
+        """Return the router's id of each engine, by URL."""
+        return {worker["url"]: worker["id"] for worker in self.workers()}
 
     def _wait(self, is_effective: Callable[[], bool], change: str, deadline_s: float) -> None:
         end_s = time.monotonic() + deadline_s

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from rlpipe.config.model import EngineConfig
 from rlpipe.engines.sglang.router import Router
+from rlpipe.engines.sglang.routes import Routes
 from rlpipe.errors import DeadlineExceeded, EngineUnavailable
 from rlpipe.rollout.client.generate_client import GenerateClient
 from tests.live_engine import VOCAB_SIZE
@@ -37,6 +39,46 @@ def test_a_missing_engine_is_not_added(live):
     with pytest.raises(DeadlineExceeded, match=r"add http://127\.0\.0\.1:9 has no effect"):
         live.router.add("http://127.0.0.1:9", deadline_s=2)
     live.router.remove("http://127.0.0.1:9")
+
+
+class CountedRoutes(Routes):
+    """A router in memory. An engine is healthy after a few calls."""
+
+    name = "router"
+    do = ""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.known: dict[str, int] = {}
+
+    def _call(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
+        self.calls.append(method)
+        if method == "POST":
+            assert body is not None
+            self.known[body["url"]] = 0
+        elif method == "DELETE":
+            del self.known[path.removeprefix("/workers/")]
+        workers = []
+        for url in self.known:
+            self.known[url] += 1
+            workers.append({"id": url, "url": url, "is_healthy": self.known[url] > 2})
+        return httpx.Response(200, json={"workers": workers})
+
+
+def test_engines_are_added_and_removed_together():
+    routes = CountedRoutes()
+    urls = [f"http://e{number}" for number in range(8)]
+    routes.add(*urls)
+    assert routes.known.keys() == {*urls}
+    # One listing before, and a few until all are healthy: not a few for each engine.
+    assert routes.calls.count("POST") == 8 and routes.calls.count("GET") <= 4
+    routes.calls.clear()
+    routes.add(*urls)
+    assert routes.calls.count("POST") == 0
+    routes.calls.clear()
+    routes.remove(*urls[:6], "http://unknown")
+    assert [*routes.known] == urls[6:]
+    assert routes.calls == ["GET", *["DELETE"] * 6, "GET"]
 
 
 def test_the_error_of_a_missing_router_names_it(tmp_path):
