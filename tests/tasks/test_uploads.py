@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,23 @@ async def test_a_complete_upload_is_recorded_and_forgotten_by_all_ranks(
         == CONTENT
     )
     assert await pending(ctx) is None
+
+
+async def test_the_store_is_asked_for_several_files_of_a_checkpoint_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ctx = await saved(tmp_path)
+    together = Barrier(len(CONTENT), timeout=20.0)
+    exists = Files.exists
+
+    def waits(files: Files, path: str) -> bool:
+        together.wait()
+        return exists(files, path)
+
+    monkeypatch.setattr(Files, "exists", waits)
+    await settle(ctx)
+    monkeypatch.undo()
+    assert recorded(ctx) is not None
 
 
 async def test_a_failed_upload_is_repeated_when_the_stage_is_retried(
