@@ -1,6 +1,7 @@
 """Measure rlpipe against the libraries that it uses, in one run:
 
     python -m tools.bench rollout train sync iteration store        on a CPU, with a tiny model
+    python -m tools.bench scale --engines 2 8 32                    without a model
     python -m tools.bench train rollout --shape 0.6b                on a GPU
 
 | part      | measures                                               | baseline                  |
@@ -10,6 +11,7 @@
 | sync      | seconds and GB/s of a push of weights                  | copy of the same bytes    |
 | iteration | seconds by stage, orchestration, idle share of a run   | `--against` keys, or none |
 | store     | MB/s and bytes a token of shards                       | the same bytes as they are |
+| scale     | costs by part with simulated engines and ranks, fitted | none                       |
 
 Both sides of a ratio run alternately; the table shows the median with the smallest and largest. The
 table goes to standard output, progress to standard error, all values and the machine's description
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpipe.errors import RlpipeError
-from tools.bench import iterations, sampling, storing, syncing, training
+from tools.bench import iterations, sampling, scale, storing, syncing, training
 from tools.bench.bench import Bench, about, open_bench
 from tools.bench.measures import Row, table, write
 from tools.command import parsers
@@ -44,7 +46,15 @@ PARTS: dict[str, Part] = {
         bench, Path(arguments.run) if arguments.run else None, against=arguments.against
     ),
     "store": lambda bench, _: storing.measure(bench),
+    "scale": lambda bench, arguments: scale.measure(
+        bench.home / "scale",
+        arguments.engines,
+        arguments.iterations,
+        say=bench.progress("scale"),
+    ),
 }
+DEFAULT_PARTS = [part for part in PARTS if part != "scale"]
+"""`scale` takes many minutes, and measures no model."""
 
 
 def main() -> int:
@@ -53,7 +63,7 @@ def main() -> int:
     The other parts are still measured and shown if one fails.
     """
     arguments = parse_arguments()
-    parts = [word for word in arguments.words if "=" not in word] or list(PARTS)
+    parts = [word for word in arguments.words if "=" not in word] or DEFAULT_PARTS
     home = Path(arguments.home).expanduser().absolute()
     try:
         overrides = [word for word in arguments.words if "=" in word]

@@ -55,14 +55,18 @@ class SimulatedEngine:
         self._advance()
         self._changes.append((self._position, version))
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        """Yield the address of the engine."""
+    def application(self) -> web.Application:
+        """Return the endpoints: `/generate`, `/abort_request`, and a router's `/workers`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/workers", self._workers)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        return app
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Yield the address of the engine."""
+        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         clock = asyncio.create_task(self._end_requests())

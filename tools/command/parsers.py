@@ -17,6 +17,7 @@ from tools.command.shared_options import (
     add_iterations,
     add_overrides,
     add_run,
+    add_scale,
     add_store,
     add_takeover,
     names_in,
@@ -435,7 +436,7 @@ def completion() -> argparse.ArgumentParser:
     return parser
 
 
-BENCH_PARTS = ("rollout", "train", "sync", "iteration", "store")
+BENCH_PARTS = ("rollout", "train", "sync", "iteration", "store", "scale")
 BENCH_SHAPES = ("tiny", "0.6b", "4b", "tiny-moe", "moe")
 BENCH_BASELINES = ("hf", "hf-no-recompute", "hf-fp32-weights")
 BENCH_TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
@@ -448,7 +449,7 @@ def bench() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="part | key=value",
-        help=f"parts to measure: {', '.join(BENCH_PARTS)} (default: all); overrides",
+        help=f"parts to measure: {', '.join(BENCH_PARTS)} (default: all but scale); overrides",
     )
     parser.add_argument(
         "--shape", choices=BENCH_SHAPES, default="tiny", help="size of the model (default: tiny)"
@@ -471,9 +472,7 @@ def bench() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
     parser.add_argument(
-        "--separate",
-        action="store_true",
-        help="sync: engines on their own GPUs, from the second on",
+        "--separate", action="store_true", help="sync: engines on own GPUs, from the second on"
     )
     parser.add_argument(
         "--transports",
@@ -485,7 +484,7 @@ def bench() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run",
         metavar="FOLDER",
-        help="iteration: folder `{home}/{run}` of an existing run; else a new run",
+        help="iteration: `{home}/{run}` of an existing run; else a new one",
     )
     parser.add_argument(
         "--against",
@@ -494,4 +493,5 @@ def bench() -> argparse.ArgumentParser:
         default=(),
         help="iteration: a second run with these keys too, as the baseline",
     )
+    add_scale(parser)
     return parser
