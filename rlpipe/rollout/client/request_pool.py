@@ -236,10 +236,12 @@ class RequestPool:
         self._samples_per_request = samples_per_request
         self._routed_width = routed_width
         self._unsent: dict[BatchKey, Batch] = {}
-        self._posts: set[asyncio.Task[None]] = set()
+        self._posts: set[asyncio.Task[Any]] = set()
         self._in_flight: dict[int, Batch] = {}
         self._num_posted = 0
         self._direct = DirectRouting()
+        self._next_listing: asyncio.Task[list[dict[str, Any]]] | None = None
+        self._listing = asyncio.Lock()
 
     async def aclose(self) -> None:
         """Cancel running requests (their callers get an error) and close the connections."""
@@ -297,6 +299,30 @@ class RequestPool:
         url = f"{self.router_url}/workers"
         answer = await call(self.http, "GET", url, deadline_s=self.deadline_s, where=where)
         return read_workers(answer, where)
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        """Return the engines of a listing that begins after this call.
+
+        All requests that wait for one share it. With a listing for each request, their cost grew
+        with the square of the engines.
+        """
+        if self._next_listing is None:
+            self._next_listing = asyncio.create_task(self._list_next())
+            self._posts.add(self._next_listing)
+            self._next_listing.add_done_callback(self._end_listing)
+        # The caller may be cancelled; others still wait.
+        return await asyncio.shield(self._next_listing)
+
+    async def _list_next(self) -> list[dict[str, Any]]:
+        async with self._listing:
+            # Later requests need a later listing: an engine may have left meanwhile.
+            self._next_listing = None
+            return await self.workers("choice of an engine")
+
+    def _end_listing(self, listing: asyncio.Task[Any]) -> None:
+        self._posts.discard(listing)
+        if not listing.cancelled():
+            listing.exception()  # without a caller that still waits, asyncio would log it
 
     def _send(self, key: BatchKey) -> None:
         """Split the collected requests into batches and start them."""
@@ -418,7 +444,7 @@ class RequestPool:
         if not key.bypasses_router:
             headers = {_ROUTING_HEADER: key.routing_key} if key.routing_key else None
             return await self._call(f"{self.router_url}/generate", body, headers, where, watch)
-        workers = await self.workers(where)
+        workers = await self._listed()
         with self._direct.engine(workers, key.routing_key, lost_engines) as url:
             try:
                 return await self._call(f"{url}/generate", body, None, where, watch)

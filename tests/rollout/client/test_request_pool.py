@@ -78,6 +78,52 @@ async def test_a_request_to_a_dead_engine_is_sent_to_another_engine():
     assert generation.routed_experts.tolist() == [[1, 2]]
 
 
+async def test_direct_requests_share_a_listing_that_begins_after_them():
+    listings: list[int] = []
+    hosts: list[str] = []
+    asked = asyncio.Event()
+    listed = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/workers":
+            number = len(listings)
+            listings.append(number)
+            asked.set()
+            await listed.wait()
+            if number == 1:
+                raise httpx.ConnectError("refused")
+            return httpx.Response(200, json={"workers": [{"url": f"http://e{number}"}]})
+        hosts.append(request.url.host)
+        meta = {
+            "output_token_logprobs": [[-0.5, 7, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "b@1@d",
+        }
+        return httpx.Response(200, json=[{"meta_info": meta}])
+
+    sampling = {"max_new_tokens": 1, "structural_tag": "tag"}
+    async with GenerateClient(
+        "http://router", vocab_size=30, deadline_s=10.0, samples_per_request=1
+    ) as client:
+        client.pool.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+        def requests(count: int) -> list[asyncio.Task]:
+            return [asyncio.create_task(client.generate([5 + n], sampling)) for n in range(count)]
+
+        first = requests(4)
+        await asked.wait()
+        # They come while a listing runs, and may not use it: an engine of it may have left.
+        second = requests(4)
+        await asyncio.sleep(0)
+        second[0].cancel()
+        listed.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*first, *second[1:])
+    # The third listing follows the second one, which failed for all that waited.
+    assert listings == [0, 1, 2]
+    assert sorted(hosts) == ["e0"] * 4 + ["e2"] * 3
+
+
 async def test_a_held_client_sends_its_requests_after_the_release():
     sent = []
 
