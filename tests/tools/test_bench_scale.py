@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,18 @@ def test_servers_of_several_processes_end_with_the_block(model_dir: Path):
     with served(3, model_dir, per_process=2, median=4) as (urls, processes):
         assert len(set(urls)) == 3 and len(processes) == 2
     assert all(process.returncode is not None for process in processes)
+
+
+def test_a_simulated_rank_restores_the_state_of_its_checkpoint(tmp_path: Path):
+    from tools.bench.simulated_trainer import SimulatedMegatron
+
+    spec: Any = SimpleNamespace(train=SimpleNamespace(max_tokens_per_gpu=8))
+    trained, restored = (SimulatedMegatron(spec, 0, 2) for _ in range(2))
+    trained.change_state()
+    assert trained.state_digest() != restored.state_digest()
+    assert trained.save_checkpoint(tmp_path, 1) == tmp_path / "iter_0000001"
+    restored.load_checkpoint(tmp_path)
+    assert trained.state_digest() == restored.state_digest()
 
 
 def test_prompts_differ(tmp_path: Path):

@@ -115,6 +115,11 @@ class SimulatedMegatron:
             (directory / ".metadata").write_text(self._state)
         return directory
 
+    def load_checkpoint(self, directory: Path, **_: Any) -> None:
+        """Take the state of the checkpoint in a directory."""
+        (metadata,) = directory.glob("iter_*/.metadata")
+        self._state = metadata.read_text()
+
     def close(self) -> None:
         """Do nothing: there are no process groups."""
 
