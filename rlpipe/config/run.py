@@ -378,6 +378,23 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _adapters_can_be_trained(self):
+        model = self.model.source
+        conflicts = {
+            "advantage.advantage_estimator: ppo, whose critic trains all weights": self.uses_critic,
+            "reference.ref_load: the reference is the policy without its adapters": (
+                self.reference.ref_load is not None
+            ),
+            "model.source.megatron_optimizer, whose state is of all weights": (
+                isinstance(model, HuggingFaceModel) and model.megatron_optimizer
+            ),
+        }
+        found = next((text for text, conflict in conflicts.items() if conflict), None)
+        if self.train.lora is not None and found:
+            raise ValueError(f"train.lora cannot be used with {found}")
+        return self
+
+    @model_validator(mode="after")
     def _external_servers_can_be_used(self):
         if conflict := external_conflict(self.resources, self.engine, self.sync, self.store.root):
             raise ValueError(conflict)

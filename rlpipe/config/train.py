@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -70,6 +70,41 @@ class OptimizerConfig(Config):
     """Largest global gradient norm; 0: no clipping."""
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+
+
+class LoraConfig(Config):
+    """Low-rank adapters: W x + alpha / rank · B (A x), with PEFT's names. Only A and B are trained;
+    the other weights are frozen and have no gradients and no optimizer state.
+
+    A reference is the policy without its adapters, so it needs no second model. Engines get merged
+    weights. See `rlpipe.engines.megatron.model.lora`."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters, times rank."""
+    target_modules: tuple[LoraTarget, ...] = Field(default=LORA_TARGETS, min_length=1)
+    """Linear layers with adapters. Those of experts are not supported."""
+    dropout: float = Field(default=0.0, ge=0, le=0)
+    """Dropout before A. Only 0: optimizer steps and scoring passes must compute the same
+    log-probs."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _once_each(cls, names: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError("a name is given twice")
+        # One order: it decides nothing, and so must not change the run's records.
+        return tuple(name for name in LORA_TARGETS if name in names)
+
+    @property
+    def scale(self) -> float:
+        """Factor of B (A x)."""
+        return self.alpha / self.rank
+
+
 class TrainConfig(Config):
     """Optimizer steps of one iteration."""
 
@@ -93,6 +128,8 @@ class TrainConfig(Config):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    lora: LoraConfig | None = None
+    """Train adapters only. None: train all weights."""
     custom_megatron_init_path: str | None = None
     """User function `(args)` that every rank calls before it builds the models;
     `path/to/file.py:function` or `module.function`. None: no function. See

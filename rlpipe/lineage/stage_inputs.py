@@ -190,6 +190,7 @@ def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
             "megatron",
             "use_distributed_optimizer",
             "seed",
+            "lora",
             "custom_model_provider_path",
         ),
         "layout": layout(config),

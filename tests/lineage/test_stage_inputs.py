@@ -84,6 +84,7 @@ EXPECTED = {
     "train.use_distributed_optimizer": {Stage.INIT, Stage.TRAIN},
     "train.megatron": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
+    "train.lora": {Stage.INIT, Stage.TRAIN},
     "model.dtype": {Stage.INIT},
     "data.": {HELD, SCORED},
     "data.prompts.": set(),

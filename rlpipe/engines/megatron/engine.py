@@ -46,6 +46,7 @@ from rlpipe.engines.megatron.memory import (
     RankModels,
     distinct_storages,
 )
+from rlpipe.engines.megatron.model import lora
 from rlpipe.engines.megatron.model.build import (
     ScoringModel,
     TrainedModel,
@@ -181,10 +182,12 @@ class MegatronEngine(MegatronRank):
     def load_hf(self, model_dir: str | Path | None = None) -> None:
         """Load the weights of a Hugging Face directory (default: the model's own).
 
-        A critic loads its initial weights. The optimizer state stays.
+        A critic loads its initial weights, adapters get their first values. The optimizer state
+        stays.
         """
         self._memory.require("optimizer")
         load_weights(self.trained.bridge, self.trained.chunks, str(model_dir or self._model_dir))
+        lora.initialize(self.trained.models)
         self.trained.optimizer.reload_model_params()
         if self._critic is not None:
             self._critic.load_initial_weights(self.trained)
@@ -268,7 +271,8 @@ class MegatronEngine(MegatronRank):
     def keep_reference(self) -> None:
         """Copy the current weights to CPU memory as the reference policy.
 
-        Not collective, but call it on all ranks.
+        Of a policy with adapters only these are copied: the other weights never change. Not
+        collective, but call it on all ranks.
         """
         self._reference = self._reference or HostCopy()
         self._reference.copy_from(distinct_storages(self._weights()))
@@ -471,6 +475,9 @@ class MegatronEngine(MegatronRank):
         )
 
     def _weights(self) -> list[torch.Tensor]:
+        """Return the weights in which policy and reference can differ."""
+        if self.trained.lora is not None:
+            return lora.adapter_weights(self.trained.models)
         return [tensor for _, tensor in named_weights(self.trained.models)]
 
     def _reference_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -113,6 +113,7 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
         optimizer_config,
         split_arguments,
     )
+    from rlpipe.engines.megatron.model.lora import check_adapters
 
     # isort: split
     from mbridge.core.parallel_states import ParallelStates
@@ -134,6 +135,7 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     optimizer_config(train, getattr(torch, model.dtype), for_optimizer)
     bridge = open_model(directory, model, train, deterministic=deterministic, sizes=sizes)
     check_routing(bridge.config, train)
+    check_adapters(bridge, train)
     # With this argument Megatron reads the stage from process groups, which do not exist here.
     if "pipeline_model_parallel_layout" not in train.megatron:
         for chunk in chunk_numbers(bridge):

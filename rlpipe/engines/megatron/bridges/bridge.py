@@ -35,6 +35,7 @@ from rlpipe.engines.megatron.bridges.hf_config import read_config, yarn_fields
 from rlpipe.engines.megatron.bridges.registry import bridge_class
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
 from rlpipe.engines.megatron.model.layers import block_spec
+from rlpipe.engines.megatron.model.lora import MARK, merged_parameters
 from rlpipe.engines.megatron.model.value_model import ValueModel
 from rlpipe.errors import ConfigError
 
@@ -150,7 +151,8 @@ def load_weights(bridge: LLMBridge, models: Sequence[torch.nn.Module], model_dir
 def mbridge_view(bridge: LLMBridge, model: torch.nn.Module) -> Any:
     """Return a view of the model with the names of mbridge's tables.
 
-    It has `state_dict` and `named_parameters`, in the model's order.
+    It has `state_dict`, `named_parameters` and `merged_parameters`, in the model's order, without
+    adapters.
     """
     return _MbridgeView(model, bridge)
 
@@ -208,8 +210,16 @@ class _MbridgeView:
             if self._is_known(name)
         )
 
+    def merged_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `named_parameters` with adapters merged into their layers."""
+        return (
+            (self._name(name), tensor)
+            for name, tensor in merged_parameters(self._model)
+            if self._is_known(name)
+        )
+
     def _is_known(self, name: str) -> bool:
-        return not (self._critic and name.startswith("output_layer."))
+        return not (self._critic and name.startswith("output_layer.")) and MARK not in name
 
     def _name(self, name: str) -> str:
         head, found, rest = name.partition("decoder.layers.")

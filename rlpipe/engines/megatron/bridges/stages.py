@@ -148,9 +148,9 @@ def _stacked(tensors: Iterator[NamedTensor], bridge: LLMBridge) -> Iterator[Name
 
 
 def _local_tensors(view: Any) -> Iterator[NamedTensor]:
-    """Yield the parameters, and the routers' biases of experts, which are buffers."""
+    """Yield the merged parameters, and the routers' biases of experts, which are buffers."""
     seen = {"output_layer.weight"} if view.is_tied else set()
-    for name, parameter in view.named_parameters():
+    for name, parameter in view.merged_parameters():
         if name not in seen:
             seen.add(name)
             yield name, parameter

@@ -49,12 +49,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+from rlpipe.engines.megatron.checkpoint import adapters
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import CARRIED, pack
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import arguments
 from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_disk_space
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.model.float32_parameters import counted
+from rlpipe.engines.megatron.model.lora import initialize
 
 _EXTRA_STATE = "_extra_state"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -96,7 +98,7 @@ def save(
     )
     # A process group cannot be stored.
     stored_metadata = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    stored_metadata |= {CRITIC: critic is not None}
+    stored_metadata |= {CRITIC: critic is not None} | adapters.metadata(trained)
     with _named_failures("written", unfinished):
         state = _state(trained, iteration, metadata, loading=False, critic=critic)
         state["args"] = arguments(trained.bridge)
@@ -232,6 +234,8 @@ def _load(
     restores_random_state: bool = True,
 ) -> Loaded:
     stored_metadata = _content_metadata(folder)
+    stored_lora = adapters.stored_lora(stored_metadata)
+    first = adapters.are_missing(trained, stored_lora, folder, weights_only=weights_only)
     inner_critic = critic if stored_metadata.pop(CRITIC, False) else None
     metadata = {**_metadata(trained), **stored_metadata}
     restores_random_state = restores_random_state and not weights_only
@@ -245,8 +249,11 @@ def _load(
         critic=inner_critic,
         with_random_state=has_random_state,
     )
+    if first:
+        keys = _chunk_keys(trained)
+        request |= adapters.without_adapters({key: request[key] for key in keys})
     state = _read(request, folder)
-    _restore(trained, state, weights_only=weights_only)
+    _restore(trained, state, weights_only=weights_only, strict=not first)
     if inner_critic is not None:
         _restore(inner_critic, state[CRITIC], weights_only=weights_only)
     if has_random_state:
@@ -290,8 +297,12 @@ def _read(request: dict[str, Any], folder: Path) -> Any:
         )
 
 
-def _restore(trained: TrainedModel, state: dict[str, Any], *, weights_only: bool) -> None:
-    _load_weights(trained, state, strict=True)
+def _restore(
+    trained: TrainedModel, state: dict[str, Any], *, weights_only: bool, strict: bool = True
+) -> None:
+    _load_weights(trained, state, strict=strict)
+    if not strict:
+        initialize(trained.models)
     if weights_only:
         trained.optimizer.reload_model_params()
         return

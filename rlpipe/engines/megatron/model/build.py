@@ -9,7 +9,9 @@ the table of refused arguments.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from rlpipe.config.arguments.check import check_megatron, effective
 from rlpipe.config.arguments.names import LAYERS_PER_CHUNK, PAD_TO
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.train import OptimizerConfig, TrainConfig
+from rlpipe.config.train import LoraConfig, OptimizerConfig, TrainConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import ConfigError
 
@@ -36,6 +38,7 @@ from megatron.core.transformer.module import Float16Module
 from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
 from rlpipe.engines.megatron.model.float32_parameters import order_states
 from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
+from rlpipe.engines.megatron.model.lora import add_adapters, check_adapters
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
 from rlpipe.engines.megatron.model.provided import provided_model
 from rlpipe.engines.megatron.model.value_model import ValueModel
@@ -85,6 +88,8 @@ class TrainedModel(ScoringModel):
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    lora: LoraConfig | None = None
+    """The adapters, which are all that is trained; None: all weights are."""
 
 
 def _unwrapped(module: Any) -> PolicyModel:
@@ -121,7 +126,13 @@ def build(
     dtype = getattr(torch, model.dtype)
     _, for_optimizer, for_ddp = split_arguments(train.megatron)
     bridge = open_model(model_dir, model, train, deterministic=deterministic)
-    provider = None if issubclass(kind, ValueModel) else train.custom_model_provider_path
+    is_policy = not issubclass(kind, ValueModel)
+    provider = train.custom_model_provider_path if is_policy else None
+    lora = train.lora if is_policy else None
+    adapt = None
+    if lora is not None:
+        check_adapters(bridge, train)
+        adapt = partial(add_adapters, lora=lora, seed=train.seed)
     chunks: list[Any] = [
         DistributedDataParallel(
             config=bridge.config,
@@ -130,14 +141,13 @@ def build(
             # As Megatron-LM: gradients of later chunks are reduced while earlier ones compute.
             disable_bucketing=number > 0,
         )
-        for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind, provider))
+        for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind, provider, adapt))
     ]
     optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), chunks)
     order_states(optimizer)
     bridge.config.grad_scale_func = optimizer.scale_loss
-    return TrainedModel(
-        bridge, chunks, optimizer, _scheduler(optimizer, train.optimizer, total_optimizer_steps)
-    )
+    scheduler = _scheduler(optimizer, train.optimizer, total_optimizer_steps)
+    return TrainedModel(bridge, chunks, optimizer, scheduler, lora)
 
 
 def build_scoring_model(
@@ -352,16 +362,22 @@ def _check_sizes(bridge: LLMBridge, train: TrainConfig) -> None:
 
 
 def _bare_chunks(
-    bridge: LLMBridge, dtype: torch.dtype, kind: type[PolicyModel], provider: str | None = None
+    bridge: LLMBridge,
+    dtype: torch.dtype,
+    kind: type[PolicyModel],
+    provider: str | None = None,
+    adapt: Callable[[PolicyModel], None] | None = None,
 ) -> list[torch.nn.Module]:
     """Build this rank's chunks of the model, one without virtual pipelining.
 
-    `provider`: path of a function that builds them (`provided`).
+    `provider`: path of a function that builds them (`provided`). `adapt`: adds adapters.
     """
     number = bridge.config.virtual_pipeline_model_parallel_size
     # Megatron reads the number of chunks here. `passes` sets it again for the model that runs.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
-    return [_bare_chunk(bridge, dtype, kind, chunk, provider) for chunk in chunk_numbers(bridge)]
+    return [
+        _bare_chunk(bridge, dtype, kind, chunk, provider, adapt) for chunk in chunk_numbers(bridge)
+    ]
 
 
 def chunk_numbers(bridge: LLMBridge) -> list[int] | list[None]:
@@ -376,6 +392,7 @@ def _bare_chunk(
     kind: type[PolicyModel],
     chunk: int | None,
     provider: str | None,
+    adapt: Callable[[PolicyModel], None] | None,
 ) -> torch.nn.Module:
     config = bridge.config
     hf_config: Any = bridge.hf_config
@@ -402,6 +419,8 @@ def _bare_chunk(
             **further,
         )
     model.set_vocabulary(hf_config.vocab_size)
+    if adapt is not None:
+        adapt(model)
     # Megatron's gradient norm reads these attributes of every parameter.
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import rlpipe.engines.megatron.platform  # noqa: F401
+from rlpipe.engines.megatron.checkpoint.adapters import stored_lora
 from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
 from rlpipe.engines.megatron.checkpoint.conversion.adam_state import AdamState
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
@@ -80,7 +81,7 @@ def to_torch_dist(
         raise ConfigError("not a Hugging Face directory", where=str(hf_dir), found="no config.json")
     target = save / RELEASE
     start = time.monotonic()
-    target_dtype = _dtype(dtype or _config_dtype(hf_dir))
+    target_dtype = checked_dtype(dtype or _config_dtype(hf_dir))
     weights = HfWeights(hf_dir, target_dtype)
     source_files = [*weights.files(), *hf_files.small_files(hf_dir)]
     identity = checkpoint_paths.conversion_identity(
@@ -154,7 +155,7 @@ def to_hf(
     source = find_checkpoint(checkpoint, step)
     start = time.monotonic()
     stored = LegacyCheckpoint(source.folder) if source.legacy else Checkpoint(source.folder)
-    target_dtype = _dtype(dtype) if dtype else stored.dtype
+    target_dtype = checked_dtype(dtype) if dtype else stored.dtype
     identity = checkpoint_paths.conversion_identity(
         [] if known_as else _identifying_files(source.folder),
         dtype=target_dtype,
@@ -163,9 +164,13 @@ def to_hf(
         known_as=known_as,
         to="huggingface",
     )
-    with single_process_groups(), _model_files(source.folder, origin) as model_dir:
+    with single_process_groups(), model_files(source.folder, origin) as model_dir:
         meta_model = MetaModel(
-            model_dir, target_dtype, metadata=stored.layout, predicts=stored.predicts
+            model_dir,
+            target_dtype,
+            metadata=stored.layout,
+            predicts=stored.predicts,
+            lora=stored_lora(stored.layout),
         )
         has_weights = any(model_dir.glob("*.safetensors"))
         original = HfWeights(model_dir, target_dtype) if has_weights else None
@@ -218,6 +223,12 @@ def to_adam_state(
             do="take its weights only: model.source.megatron_optimizer=false (--no-load-optim)",
         )
     stored = Checkpoint(source.folder)
+    if stored_lora(stored.layout) is not None:
+        raise ConfigError(
+            "the optimizer state is of adapters, not of all weights",
+            where=str(source.folder),
+            do="take the weights only: model.source.megatron_optimizer=false",
+        )
     with single_process_groups():
         meta_model = MetaModel(
             origin,
@@ -350,7 +361,7 @@ class _Plan:
         def names_from(wanted: str) -> list[str]:
             return [name for source, name in part if source == wanted]
 
-        stored = self._stored.read(self._meta_model, names_from("model"))
+        stored = self._merged(names_from("model"))
         tensors = {
             hf_name: tensor
             for name, full in stored.items()
@@ -360,6 +371,16 @@ class _Plan:
         tensors |= self._stored.read_extra(names_from("checkpoint"))
         tensors |= self._stored.read_value_head(names_from("head"))
         return tensors | {name: self._original(name) for name in names_from("origin")}
+
+    def _merged(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return these tensors of the model, with adapters merged."""
+        stored = self._stored.read(self._meta_model, names)
+        for name in names:
+            if adapters := self._meta_model.adapters(name):
+                read = self._stored.read(self._meta_model, [*adapters.values()])
+                parts = {key: read[each] for key, each in adapters.items()}
+                stored[name] = self._meta_model.with_adapters(name, stored[name], parts)
+        return stored
 
     def _stack(self, whole: str) -> torch.Tensor:
         experts = self._stacks[whole]
@@ -409,7 +430,7 @@ def _split(items: list[Any], limit: int, size: Callable[[Any], int]) -> list[lis
 
 
 @contextmanager
-def _model_files(folder: Path, origin: Path | None) -> Iterator[Path]:
+def model_files(folder: Path, origin: Path | None) -> Iterator[Path]:
     """Yield a directory with config.json and the other small files of the model."""
     if origin is not None:
         if not checkpoint_paths.is_hf_directory(origin):
@@ -439,7 +460,8 @@ def _config_dtype(hf_dir: Path) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
-def _dtype(name: str) -> torch.dtype:
+def checked_dtype(name: str) -> torch.dtype:
+    """Return the dtype of this name. Raises: ConfigError for an unsupported one."""
     if name not in DTYPES:
         raise ConfigError(
             "unsupported dtype of weights",

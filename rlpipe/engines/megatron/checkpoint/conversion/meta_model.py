@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.config.train import ParallelConfig
+from rlpipe.config.train import LoraConfig, ParallelConfig
 from rlpipe.engines.megatron.bridges.bridge import (
     layers_of,
     mbridge_view,
@@ -26,6 +26,7 @@ from rlpipe.engines.megatron.bridges.bridge import (
     open_bridge,
 )
 from rlpipe.engines.megatron.model.layers import PolicyModel
+from rlpipe.engines.megatron.model.lora import MARK, add_adapters
 from rlpipe.engines.megatron.model.prediction import prediction_spec
 from rlpipe.engines.megatron.model.value_model import ValueModel
 from rlpipe.engines.megatron.process_groups import close_groups, open_groups
@@ -71,8 +72,8 @@ class MetaModel:
     """The model of a directory with config.json. Needs open groups (`single_process_groups`).
 
     `metadata`: content metadata of the checkpoint to read, if any. `predicts`: with the layers for
-    multi-token prediction. `critic`: with a value head in place of the output layer. Raises:
-    ConfigError.
+    multi-token prediction. `critic`: with a value head in place of the output layer. `lora`: with
+    adapters. Raises: ConfigError.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class MetaModel:
         metadata: dict[str, Any] | None = None,
         predicts: bool = False,
         critic: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         keep: Any = dict.fromkeys(
             ("init_method", "output_layer_init_method", "embedding_init_method"), _keep_undefined
@@ -105,10 +107,16 @@ class MetaModel:
                 **model_arguments(self.bridge),
                 **further,
             )
+            if lora is not None:
+                add_adapters(self._model, lora, seed=0)
         self._parameters = dict(self._model.named_parameters())
         state: dict[str, Any] = self._model.state_dict()
-        # mbridge's models have no value head.
-        bridged = [name for name in state if not (critic and name.startswith("output_layer."))]
+        # mbridge's models have no value head and no adapters.
+        bridged = [
+            name
+            for name in state
+            if not (critic and name.startswith("output_layer.")) and MARK not in name
+        ]
         self.mbridge_names: dict[str, str] = dict(
             zip(bridged, mbridge_view(self.bridge, self._model).state_dict(), strict=True)
         ) | {name: name for name in state if name not in bridged}
@@ -123,14 +131,33 @@ class MetaModel:
             shard for shard in sharded.values() if isinstance(shard, ShardedObject)
         ]
         """Megatron's extra states. Empty for local layers, but Megatron requires them."""
-        self.tensors: dict[str, torch.Tensor] = {name: state[name] for name in self._shards}
-        """Every tensor by name, on the meta device."""
+        self.stored: dict[str, torch.Tensor] = {name: state[name] for name in self._shards}
+        """Every tensor by name, on the meta device, with those of adapters."""
+        self.tensors = {name: each for name, each in self.stored.items() if MARK not in name}
+        """Every tensor by name, on the meta device, without adapters."""
 
     @property
     def tied(self) -> bool:
         """True if the output layer is the embedding."""
         tied = getattr(self.bridge.hf_config, "tie_word_embeddings", False)
         return bool(tied) and not self._critic
+
+    def adapters(self, name: str) -> dict[tuple[str, str], str]:
+        """Return the names of a weight's adapters by part and matrix, as ("q_proj", "lora_A")."""
+        start = f"{name.removesuffix('.weight')}{MARK}"
+        found = [each for each in self.stored if each.startswith(start)]
+        parts = (each.removeprefix(start).partition(".") for each in found)
+        return {(part, matrix): each for (part, _, matrix), each in zip(parts, found, strict=True)}
+
+    def with_adapters(
+        self, name: str, weight: torch.Tensor, adapters: dict[tuple[str, str], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a weight with its adapters merged. `adapters`: by part and matrix."""
+        layer: Any = self._model.get_submodule(name.removesuffix(".weight"))
+        parts = {part for part, _ in adapters}
+        return layer.merged(
+            weight, {part: (adapters[part, "lora_A"], adapters[part, "lora_B"]) for part in parts}
+        )
 
     def hf_names(self, name: str) -> list[str]:
         """Return the names of the Hugging Face tensors of a Megatron tensor."""

@@ -333,7 +333,7 @@ class Checkpoint:
             return torch.empty(tensor.shape, dtype=torch.float32 if adam else tensor.dtype)
 
         sharded = {
-            name: meta_model.sharded(name, empty(meta_model.tensors[name]), adam) for name in names
+            name: meta_model.sharded(name, empty(meta_model.stored[name]), adam) for name in names
         }
         built = {
             name: tensor.build() if isinstance(tensor, ShardedTensorFactory) else tensor
