@@ -80,17 +80,18 @@ def scope(path: str) -> tuple[int, str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by `scope`, and leave out tests that need more GPUs than there are, a browser or
-    Transformer Engine."""
+    """Sort by `scope`, and leave out tests that need more GPUs than there are, a browser or a
+    package that is not installed."""
     items.sort(key=lambda item: scope(item.nodeid.partition("::")[0])[0])
     without_browser = browser() is None
-    without_engine = importlib.util.find_spec("transformer_engine") is None
+    packages = ("transformer_engine", "peft")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if beyond := [
         item
         for item in items
         if ((needed := _gpus_of(item)) and needed > len(visible_gpus()))
         or (without_browser and item.get_closest_marker("browser"))
-        or (without_engine and item.get_closest_marker("transformer_engine"))
+        or any(item.get_closest_marker(name) for name in missing)
     ]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]

@@ -7,7 +7,8 @@
 The second command reads a run's checkpoint from its store, after iteration K. Reads torch_dist of
 any parallel layout, and the older `torch` format (`mp_rank_...`). Uses no GPU and the memory of one
 file of weights. Checkpoints of rlpipe contain configuration and tokenizer of their model; others
-need `--origin-hf-dir`. The same command continues after an interruption.
+need `--origin-hf-dir`. The same command continues after an interruption. Adapters (`train.lora`)
+are merged; `--adapter` writes them for PEFT instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError
@@ -42,6 +44,10 @@ def convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "one checkpoint is needed", where="--input-dir, --of", expected="one of the two"
         )
+    if arguments.check_same and arguments.adapter:
+        raise ConfigError(
+            "adapters have no original to compare with", where="--check-same", do="leave one out"
+        )
     if arguments.check_same and arguments.origin_hf_dir is None:
         raise ConfigError(
             "no directory to compare with", where="--check-same", do="give --origin-hf-dir"
@@ -61,18 +67,25 @@ def convert(arguments: argparse.Namespace) -> int:
             print(f"{stored.name}: converting its checkpoint", file=sys.stderr)
         hide_gpus()
         from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf
+        from rlpipe.engines.megatron.checkpoint.conversion.peft import to_peft
 
-        report = to_hf(
-            folder,
-            Path(arguments.output_dir),
-            origin=origin,
-            step=arguments.ckpt_step,
-            dtype=arguments.dtype,
-            shard_bytes=size_bytes(arguments.max_shard_size),
-            force=arguments.force,
-            known_as=known_as,
-            progress=stack.enter_context(bar()),
-        )
+        given: dict[str, Any] = {
+            "origin": origin,
+            "step": arguments.ckpt_step,
+            "dtype": arguments.dtype,
+            "force": arguments.force,
+            "known_as": known_as,
+        }
+        if arguments.adapter:
+            report = to_peft(folder, Path(arguments.output_dir), **given)
+        else:
+            report = to_hf(
+                folder,
+                Path(arguments.output_dir),
+                **given,
+                shard_bytes=size_bytes(arguments.max_shard_size),
+                progress=stack.enter_context(bar()),
+            )
     print_report(report)
     if not arguments.check_same:
         return 0

@@ -290,6 +290,11 @@ def dist2hf() -> argparse.ArgumentParser:
     )
     _add_sizes(parser, "as stored")
     parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters of train.lora for PEFT, instead of merged weights",
+    )
+    parser.add_argument(
         "--check-same", action="store_true", help="compare with --origin-hf-dir, bit for bit"
     )
     add_home(parser)

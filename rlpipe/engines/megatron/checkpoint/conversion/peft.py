@@ -1,0 +1,127 @@
+"""`to_peft`: write a checkpoint's adapters as a directory that PEFT loads."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpipe.config.train import LoraConfig
+from rlpipe.engines.megatron.checkpoint.adapters import stored_lora
+from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
+from rlpipe.engines.megatron.checkpoint.conversion.convert import (
+    ALREADY_CONVERTED,
+    Report,
+    checked_dtype,
+    model_files,
+)
+from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
+    MetaModel,
+    single_process_groups,
+)
+from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
+from rlpipe.errors import ConfigError
+from rlpipe.system.megatron_weights import find_checkpoint
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def to_peft(
+    checkpoint: Path,
+    output: Path,
+    *,
+    origin: Path | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    known_as: str | None = None,
+) -> Report:
+    """Write the adapters of a checkpoint. Arguments and errors as `convert.to_hf`.
+
+    `origin` is also the base model that the written configuration names. All adapters are in memory
+    at once. Raises: ConfigError if the checkpoint has no adapters.
+    """
+    source = find_checkpoint(checkpoint, step)
+    start = time.monotonic()
+    stored = None if source.legacy else Checkpoint(source.folder)
+    lora = stored and stored_lora(stored.layout)
+    if stored is None or lora is None:
+        raise ConfigError(
+            "the checkpoint has no adapters",
+            where=str(source.folder),
+            expected="a checkpoint of a run with train.lora",
+            do="leave out --adapter",
+        )
+    target_dtype = checked_dtype(dtype) if dtype else stored.dtype
+    identity = checkpoint_paths.conversion_identity(
+        [],
+        source=source.folder,
+        known_as=known_as,
+        dtype=target_dtype,
+        origin=origin,
+        to="peft",
+    )
+    with single_process_groups(), model_files(source.folder, origin) as model_dir:
+        meta_model = MetaModel(model_dir, target_dtype, metadata=stored.layout, lora=lora)
+        tensors = peft_tensors(stored, meta_model)
+    report = Report(
+        folder=str(output),
+        tensors=len(tensors),
+        total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        files=1,
+        dtype=str(target_dtype).removeprefix("torch."),
+    )
+    if checkpoint_paths.is_converted(output, identity) and not force:
+        report.notes.append(ALREADY_CONVERTED)
+        return report
+    with checkpoint_paths.staging_folder(
+        output, identity, needed_bytes=report.total_bytes, force=force
+    ) as folder:
+        hf_files.write_file(folder / WEIGHTS, tensors)
+        config = adapter_config(lora, None if origin is None else str(origin))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        checkpoint_paths.write_record(folder, {"identity": identity, "source": str(source.folder)})
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def peft_tensors(stored: Checkpoint, meta_model: MetaModel) -> dict[str, torch.Tensor]:
+    """Return the adapters by PEFT's names.
+
+    Raises: ConfigError if the model's files have no matrix of a target's name.
+    """
+    tensors = {}
+    for weight in meta_model.tensors:
+        paths = [name.removesuffix(".weight") for name in meta_model.hf_names(weight)]
+        for (part, matrix), name in meta_model.adapters(weight).items():
+            path = next((path for path in paths if path.endswith(f".{part}")), None)
+            if path is None:
+                raise ConfigError(
+                    "PEFT has no name for these adapters",
+                    where="train.lora.target_modules",
+                    found=f"{part}, in a model with {', '.join(paths)}",
+                    do="export merged weights: leave out --adapter",
+                )
+            key = f"base_model.model.{path}.{matrix}.weight"
+            tensors[key] = stored.read(meta_model, [name])[name]
+    return tensors
+
+
+def adapter_config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
+    """Return the content of PEFT's configuration. `base`: the model's name or directory."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
