@@ -42,10 +42,10 @@ FP8_BLOCK = [128, 128]
 
 HARMLESS = words("""
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-    _experts_implementation _from_model_config _name_or_path architectures attn_implementation
-    auto_map chunk_size_feed_forward dtype initializer_range is_llama_config max_position_embeddings
-    model_type pretraining_tp torch_dtype transformers.js_config transformers_version unsloth_fixed
-    unsloth_version use_cache
+    _experts_implementation _from_model_config _model_name_or_path _name_or_path architectures
+    attn_implementation auto_map chunk_size_feed_forward dtype initializer_range is_llama_config
+    max_position_embeddings model_type pretraining_tp torch_dtype transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_cache
 
     bos_token_id cls_token_id decoder_start_token_id eod_token_id eos_token_id mask_token_id
     pad_token_id prefix sep_token_id tokenizer_class unk_token_id
