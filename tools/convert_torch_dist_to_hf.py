@@ -8,7 +8,7 @@ The second command reads a run's checkpoint from its store, after iteration K. R
 any parallel layout, and the older `torch` format (`mp_rank_...`). Uses no GPU and the memory of one
 file of weights. Checkpoints of rlpipe contain configuration and tokenizer of their model; others
 need `--origin-hf-dir`. The same command continues after an interruption. Adapters (`train.lora`)
-are merged; `--adapter` writes them for PEFT instead.
+are merged; `--adapter` writes them for PEFT instead, and `--base` the weights without them.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def convert(arguments: argparse.Namespace) -> int:
                 folder,
                 Path(arguments.output_dir),
                 **given,
+                with_adapters=not arguments.base,
                 shard_bytes=size_bytes(arguments.max_shard_size),
                 progress=stack.enter_context(bar()),
             )

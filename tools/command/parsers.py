@@ -289,11 +289,11 @@ def dist2hf() -> argparse.ArgumentParser:
         help="number of the iter_... folder below --input-dir (default: the latest)",
     )
     _add_sizes(parser, "as stored")
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="write the adapters of train.lora for PEFT, instead of merged weights",
-    )
+    adapters = parser.add_mutually_exclusive_group()
+    without = "write the weights without these adapters"
+    only = "write the adapters of train.lora for PEFT, instead of merged weights"
+    for option, text in (("--adapter", only), ("--base", without)):
+        adapters.add_argument(option, action="store_true", help=text)
     parser.add_argument(
         "--check-same", action="store_true", help="compare with --origin-hf-dir, bit for bit"
     )

@@ -155,13 +155,25 @@ def numbers(ours: Any) -> dict[str, int]:
 
 
 def save_adapters(
-    rank: int, world_size: int, port: int, model_dir: str, train: dict, directory: str
+    rank: int,
+    world_size: int,
+    port: int,
+    model_dir: str,
+    train: dict,
+    directory: str,
+    start: str | None = None,
 ) -> dict[str, Any]:
-    """Train two steps, save iteration 3, and return the weights by Hugging Face name."""
+    """Train two steps, save iteration 3, and return the weights by Hugging Face name.
+
+    `start`: a checkpoint with the first weights.
+    """
     config = TrainConfig.model_validate(train)
     ours = engine(model_dir, config, rank, world_size, port)
     try:
-        ours.load_hf()
+        if start is None:
+            ours.load_hf()
+        else:
+            ours.load_checkpoint(start, weights_only=True)
         columns, packing = columns_and_plan(ours, ours.score(make_batch()), 0)
         ours.train(columns, packing)
         ours.save_checkpoint(directory, 3)

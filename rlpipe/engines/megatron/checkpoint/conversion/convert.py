@@ -142,6 +142,7 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
     known_as: str | None = None,
+    with_adapters: bool = True,
     progress: Progress = no_progress,
 ) -> Report:
     """Convert a checkpoint to a Hugging Face directory.
@@ -149,8 +150,9 @@ def to_hf(
     The checkpoint is torch_dist or of the older format, in any layout. `origin`: the model's
     directory; None: the files that the checkpoint carries. `step`: the iteration, if there are
     several. `dtype`: of the weights; None: the stored one. `known_as`: identity of a copied
-    checkpoint; None: its files. Tensors that Megatron's model does not have come from the
-    checkpoint, else from `origin`. Raises: as `to_torch_dist`.
+    checkpoint; None: its files. `with_adapters`: merge adapters; else leave them out. Tensors that
+    Megatron's model does not have come from the checkpoint, else from `origin`. Raises: as
+    `to_torch_dist`.
     """
     source = find_checkpoint(checkpoint, step)
     start = time.monotonic()
@@ -162,15 +164,12 @@ def to_hf(
         shard=shard_bytes,
         origin=origin,
         known_as=known_as,
-        to="huggingface",
+        to="huggingface" if with_adapters else "base",
     )
     with single_process_groups(), model_files(source.folder, origin) as model_dir:
+        lora = stored_lora(stored.layout) if with_adapters else None
         meta_model = MetaModel(
-            model_dir,
-            target_dtype,
-            metadata=stored.layout,
-            predicts=stored.predicts,
-            lora=stored_lora(stored.layout),
+            model_dir, target_dtype, metadata=stored.layout, predicts=stored.predicts, lora=lora
         )
         has_weights = any(model_dir.glob("*.safetensors"))
         original = HfWeights(model_dir, target_dtype) if has_weights else None

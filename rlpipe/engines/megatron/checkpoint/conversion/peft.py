@@ -18,6 +18,7 @@ from rlpipe.engines.megatron.checkpoint.conversion.convert import (
     checked_dtype,
     model_files,
 )
+from rlpipe.engines.megatron.checkpoint.conversion.hf_files import HfWeights
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
     MetaModel,
     single_process_groups,
@@ -42,11 +43,53 @@ def to_peft(
 ) -> Report:
     """Write the adapters of a checkpoint. Arguments and errors as `convert.to_hf`.
 
-    `origin` is also the base model that the written configuration names. All adapters are in memory
-    at once. Raises: ConfigError if the checkpoint has no adapters.
+    The written configuration names `origin` as the base model if its weights are the frozen ones.
+    After a warm start they are not, and no base is named. All adapters are in memory at once.
+    Raises: ConfigError if the checkpoint has no adapters.
     """
-    source = find_checkpoint(checkpoint, step)
     start = time.monotonic()
+    stored, lora = _stored_adapters(checkpoint, step)
+    target_dtype = checked_dtype(dtype) if dtype else stored.dtype
+    identity = checkpoint_paths.conversion_identity(
+        [],
+        source=stored.folder,
+        known_as=known_as,
+        dtype=target_dtype,
+        origin=origin,
+        to="peft",
+    )
+    with single_process_groups(), model_files(stored.folder, origin) as model_dir:
+        meta_model = MetaModel(model_dir, target_dtype, metadata=stored.layout, lora=lora)
+        tensors = peft_tensors(stored, meta_model)
+        base = origin if origin is not None and _is_base(stored, meta_model, origin) else None
+    report = Report(
+        folder=str(output),
+        tensors=len(tensors),
+        total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        files=1,
+        dtype=str(target_dtype).removeprefix("torch."),
+    )
+    if base is None:
+        report.notes.append(
+            "these adapters have no base model on disk: write it with --base, and give its "
+            "directory to PEFT"
+        )
+    if checkpoint_paths.is_converted(output, identity) and not force:
+        report.notes.append(ALREADY_CONVERTED)
+        return report
+    with checkpoint_paths.staging_folder(
+        output, identity, needed_bytes=report.total_bytes, force=force
+    ) as folder:
+        hf_files.write_file(folder / WEIGHTS, tensors)
+        config = adapter_config(lora, None if base is None else str(base))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        checkpoint_paths.write_record(folder, {"identity": identity, "source": str(stored.folder)})
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _stored_adapters(checkpoint: Path, step: int | None) -> tuple[Checkpoint, LoraConfig]:
+    source = find_checkpoint(checkpoint, step)
     stored = None if source.legacy else Checkpoint(source.folder)
     lora = stored and stored_lora(stored.layout)
     if stored is None or lora is None:
@@ -56,37 +99,7 @@ def to_peft(
             expected="a checkpoint of a run with train.lora",
             do="leave out --adapter",
         )
-    target_dtype = checked_dtype(dtype) if dtype else stored.dtype
-    identity = checkpoint_paths.conversion_identity(
-        [],
-        source=source.folder,
-        known_as=known_as,
-        dtype=target_dtype,
-        origin=origin,
-        to="peft",
-    )
-    with single_process_groups(), model_files(source.folder, origin) as model_dir:
-        meta_model = MetaModel(model_dir, target_dtype, metadata=stored.layout, lora=lora)
-        tensors = peft_tensors(stored, meta_model)
-    report = Report(
-        folder=str(output),
-        tensors=len(tensors),
-        total_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-        files=1,
-        dtype=str(target_dtype).removeprefix("torch."),
-    )
-    if checkpoint_paths.is_converted(output, identity) and not force:
-        report.notes.append(ALREADY_CONVERTED)
-        return report
-    with checkpoint_paths.staging_folder(
-        output, identity, needed_bytes=report.total_bytes, force=force
-    ) as folder:
-        hf_files.write_file(folder / WEIGHTS, tensors)
-        config = adapter_config(lora, None if origin is None else str(origin))
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        checkpoint_paths.write_record(folder, {"identity": identity, "source": str(source.folder)})
-    report.seconds = time.monotonic() - start
-    return report
+    return stored, lora
 
 
 def peft_tensors(stored: Checkpoint, meta_model: MetaModel) -> dict[str, torch.Tensor]:
@@ -109,6 +122,23 @@ def peft_tensors(stored: Checkpoint, meta_model: MetaModel) -> dict[str, torch.T
             key = f"base_model.model.{path}.{matrix}.weight"
             tensors[key] = stored.read(meta_model, [name])[name]
     return tensors
+
+
+def _is_base(stored: Checkpoint, meta_model: MetaModel, directory: Path) -> bool:
+    """True if the directory has the frozen weights of a checkpoint, in the written dtype."""
+    if not any(directory.glob("*.safetensors")):
+        return False
+    weights = HfWeights(directory, meta_model.dtype)
+    for name, expected in meta_model.tensors.items():
+        frozen = stored.read(meta_model, [name])[name]
+        hf_names = meta_model.hf_names(name)
+        if not all(each in weights for each in hf_names):
+            return False
+        read = meta_model.from_hf(name, [weights.read(each) for each in hf_names])
+        # The checkpoint's vocabulary can be padded.
+        if not torch.equal(read.to(expected.dtype), frozen[: len(read)]):
+            return False
+    return True
 
 
 def adapter_config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
