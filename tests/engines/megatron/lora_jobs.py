@@ -224,3 +224,27 @@ def _error(ours: Any, directory: str, *, weights_only: bool) -> str:
     except TrainerError as error:
         return str(error)
     return "no error"
+
+
+def offload_and_score(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict
+) -> dict[str, Any]:
+    """Train, offload everything, restore it, and return what must not have changed."""
+    config = TrainConfig.model_validate(train)
+    ours = engine(model_dir, config, rank, world_size, port)
+    try:
+        ours.load_hf()
+        ours.keep_reference()
+        columns, packing = columns_and_plan(ours, ours.score(make_batch()), 0)
+        ours.train(columns, packing)
+        before = (ours.state_digest(), *ours.score_with_reference(make_batch()))
+        kept = ours.occupy(())["kept_bytes"]
+        ours.occupy()
+        after = (ours.state_digest(), *ours.score_with_reference(make_batch()))
+        return {
+            "kept": kept,
+            "equal": all(np.array_equal(a, b) for a, b in zip(before, after, strict=True)),
+            "differs": not np.array_equal(before[1], before[2]),
+        }
+    finally:
+        ours.close()

@@ -15,6 +15,7 @@ from rlpipe.system.ports import free_port
 from tests.engines.megatron import families, reference
 from tests.engines.megatron.lora_jobs import (
     fresh_adapters,
+    offload_and_score,
     plain_adapters,
     save_adapters,
     train_adapters,
@@ -228,6 +229,13 @@ def test_adapters_begin_on_the_weights_of_another_run_and_other_ones_are_refused
             0, 1, free_port(), models["qwen3"], other, str(tmp_path / "saved"), only_error=True
         )
         assert "the checkpoint has other adapters than the policy" in refused["error"]
+
+
+@pytest.mark.integration
+def test_an_offloaded_policy_and_its_reference_come_back(models):
+    train = TRAIN | {"use_distributed_optimizer": True}
+    found = offload_and_score(0, 1, free_port(), models["qwen3"], train)
+    assert found == {"kept": 0.0, "equal": True, "differs": True}
 
 
 @pytest.mark.integration
