@@ -91,6 +91,9 @@ class Parameters:
     dense: int
     experts: int
     embeddings: int
+    sides: int = 0
+    """Rows and columns of all matrices of dense layers: times the rank, the most that adapters can
+    have."""
 
     @property
     def total(self) -> int:
@@ -300,7 +303,7 @@ def sizes_of(
 
 def count_parameters(model_dir: str) -> Parameters | None:
     """Return the numbers of parameters in a directory's safetensors files; None without any."""
-    counts = {"dense": 0, "experts": 0, "embeddings": 0}
+    counts = {"dense": 0, "experts": 0, "embeddings": 0, "sides": 0}
     files = sorted(Path(model_dir).glob("*.safetensors"))
     for file in files:
         with safe_open(file, framework="np") as tensors:
@@ -308,7 +311,10 @@ def count_parameters(model_dir: str) -> Parameters | None:
                 kind = "experts" if ".experts." in name else "dense"
                 if "embed_tokens" in name or "lm_head" in name:
                     kind = "embeddings"
-                counts[kind] += math.prod(tensors.get_slice(name).get_shape())
+                shape = tensors.get_slice(name).get_shape()
+                counts[kind] += math.prod(shape)
+                if kind == "dense" and len(shape) == 2:
+                    counts["sides"] += sum(shape)
     return Parameters(**counts) if files else None
 
 
@@ -316,8 +322,9 @@ def trainer_state_bytes(config: RunConfig, parameters: Parameters) -> int:
     """Return the bytes of weights, gradients and Adam on one rank.
 
     A parameter has 2 bytes of weight, 4 of gradient (2 without `grad_reduce_in_fp32`) and 12 of
-    optimizer: a main copy and two moments. Pipeline stages have equal numbers of layers; the first
-    and the last have an embedding.
+    optimizer: a main copy and two moments. With `train.lora` only adapters have gradients and
+    optimizer. Pipeline stages have equal numbers of layers; the first and the last have an
+    embedding.
     """
     parallel = config.train.parallel
     ranks = config.resources.trainer_ranks
@@ -333,6 +340,9 @@ def trainer_state_bytes(config: RunConfig, parameters: Parameters) -> int:
     def state(count: int, replicas: int) -> int:
         return count * (2 + gradient) + count * 12 // (replicas if sharded else 1)
 
+    if (lora := config.train.lora) is not None:
+        adapters = lora.rank * parameters.sides // pipeline
+        return 2 * (dense + experts) + state(adapters, max(ranks // (tensor * pipeline), 1))
     both = state(dense, max(ranks // (tensor * pipeline), 1))
     both += state(experts, max(ranks // (expert * pipeline), 1))
     has_critic = config.uses_critic and not config.resources.critic_ranks

@@ -222,6 +222,8 @@ def test_state_is_counted_per_rank():
     layout = {**sharded, "parallel": {"expert_model_parallel_size": 8}}
     expected = 96 * 6 + 96 * 12 // 8 + 100 * 18
     assert trainer_state_bytes(configuration(8, train=layout), experts) == expected
+    adapters = configuration(train={"lora": {"rank": 2}})
+    assert trainer_state_bytes(adapters, Parameters(80, 0, 16, 9)) == 96 * 2 + 18 * 18
     critic = configuration(advantage={"advantage_estimator": "ppo"})
     assert trainer_state_bytes(critic, dense) == 2 * 96 * 18
 
