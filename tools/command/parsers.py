@@ -18,6 +18,7 @@ from tools.command.shared_options import (
     add_overrides,
     add_run,
     add_scale,
+    add_sizes,
     add_store,
     add_takeover,
     names_in,
@@ -236,18 +237,6 @@ def replay() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_sizes(parser: argparse.ArgumentParser, dtype: str) -> None:
-    parser.add_argument(
-        "--dtype",
-        help=f"data type of the weights: float32, bfloat16, float16 (default: {dtype})",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        help="size of a file, and memory of the conversion (default: 5GB)",
-    )
-
-
 def hf2dist() -> argparse.ArgumentParser:
     """Return the options of `convert hf2dist`."""
     parser = new_parser("convert hf2dist", "Hugging Face directory → torch_dist checkpoint.")
@@ -258,7 +247,7 @@ def hf2dist() -> argparse.ArgumentParser:
         help="config.json, *.safetensors, tokenizer",
     )
     parser.add_argument("--save", required=True, metavar="DIR", help="folder of the checkpoint")
-    _add_sizes(parser, "as config.json says")
+    add_sizes(parser, "as config.json says")
     parser.add_argument("-f", "--force", action="store_true", help="replace the destination")
     return parser
 
@@ -288,7 +277,7 @@ def dist2hf() -> argparse.ArgumentParser:
         metavar="K",
         help="number of the iter_... folder below --input-dir (default: the latest)",
     )
-    _add_sizes(parser, "as stored")
+    add_sizes(parser, "as stored")
     adapters = parser.add_mutually_exclusive_group()
     without = "write the weights without these adapters"
     only = "write the adapters of train.lora for PEFT, instead of merged weights"

@@ -59,6 +59,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run", dest="run", metavar="RUN", help="the same, as an option")
 
 
+def add_sizes(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """Add the data type and the size of written weights. `dtype`: description of the default."""
+    parser.add_argument(
+        "--dtype",
+        help=f"data type of the weights: float32, bfloat16, float16 (default: {dtype})",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        help="size of a file, and memory of the conversion (default: 5GB)",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add `dotted.key=value` words."""
     parser.add_argument(
