@@ -72,6 +72,7 @@ def test_packages_of_ray_and_prefect_are_imported_before_two_threads_need_them(
         (
             {
                 "run": "mine",
+                "iterations": 3,
                 "accuracy_before": 0.25,
                 "accuracy_after": 0.5,
                 "held_out_measure": "mean reward",
@@ -79,7 +80,7 @@ def test_packages_of_ray_and_prefect_are_imported_before_two_threads_need_them(
             0,
             "mine: mean reward 0.250 → 0.500\nmine: see ",
         ),
-        ({"run": "mine", "accuracy_before": None, "accuracy_after": None}, 0, "mine: see "),
+        ({"run": "mine", "iterations": 0, "accuracy_before": None}, 0, "mine: see "),
         (
             EngineUnavailable("no answer", where="engine/0"),
             1,
