@@ -118,7 +118,7 @@ EXPERTS_NAMES = [
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("settings", "distributed"), EXPERTS, ids=EXPERTS_NAMES)
-@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("expert", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_adam_of_experts_that_megatron_saved_takes_an_equal_step(
     models, released_experts, tmp_path, settings, distributed, expert
 ):
@@ -151,7 +151,7 @@ def test_adam_of_experts_that_megatron_saved_takes_an_equal_step(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("expert", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("glm4.5", {"num_hidden_layers": 3}), ("deepseek_v3", {}), ("qwen2_moe", {})],

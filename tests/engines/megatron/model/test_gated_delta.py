@@ -139,7 +139,11 @@ def test_adam_has_the_state_of_each_parameter_beside_a_float32_one(tmp_path, dis
 
 @pytest.mark.integration
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["data", "tensor"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.long)],
+    ids=["data", "tensor"],
+)
 def test_float32_parameters_are_saved_and_resumed_with_equal_bits(
     two_ranks, tmp_path, distributed, layout
 ):
