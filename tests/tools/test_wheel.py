@@ -130,4 +130,5 @@ def test_a_recipe_of_the_user_trains_to_its_end(rlpipe: Path, user: Path):
     assert summary["iterations"] == 1
     assert "nothing is wrong" in call(rlpipe, user, "audit", "verify", "--run", "mine")
     # Titles, 32 samples of each of ten prompts, and how to get whole rows.
-    assert len(call(rlpipe, user, "rollouts", "mine").splitlines()) == 1 + 10 * 32 + 1
+    lines = call(rlpipe, user, "rollouts", "mine", "--limit", "0").splitlines()
+    assert len(lines) == 1 + 10 * 32 + 1

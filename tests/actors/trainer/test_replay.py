@@ -97,7 +97,7 @@ def test_the_command_line_reports_equal_states_and_a_missing_run(
     assert [state["equal"] for state in json.loads(output.read_text())["states"]] == [True] * 3
     monkeypatch.setattr("sys.argv", ["replay", "--run", "nothing", "--home", str(home)])
     assert tool.main() == 2
-    assert "branches/nothing/config.json" in capsys.readouterr().err
+    assert "the run does not exist" in capsys.readouterr().err
 
 
 def test_a_history_has_one_span_per_configuration(home: Path):
