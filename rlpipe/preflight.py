@@ -416,13 +416,15 @@ def _check_folder_is_not_of_another_store(run: str, home: Path, files: Files) ->
     recorded = find_run(home, run)
     if recorded is None or (store := Files(recorded.store)).root == files.root:
         return
+    is_s3 = store.root.startswith("s3://")
+    server = f" (of `rlpipe up`: start it, then `. {home}/.up/env`)" if is_s3 else ""
     raise ConfigError(
         "the folder of the run belongs to a run of another store",
         where=f"run={run}",
         found=f"{home / run} is of {store.root}, and this start uses {files.root}",
         expected="one store for the runs of one name",
-        do=f"continue that run: store.root={recorded.store} (of `rlpipe up`: start it, then "
-        f". {home}/.up/env); or start another run: --run NEW",
+        do=f"continue that run: store.root={recorded.store}{server}; "
+        "or start another run: --run NEW",
     )
 
 

@@ -62,9 +62,10 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             args=args,
             progress=lambda done, total: ctx.progress.stage("reward", k, done=done, total=total),
         )
+        # First: post-processing may fail because of the rewards that are missing.
+        _warn_of_errors(ctx, k, error_note(rewards, samples, ctx.config.reward))
         if path := ctx.config.reward.custom_reward_post_process_path:
             rewards = await asyncio.to_thread(post_process, path, args, samples, rewards)
-        _warn_of_errors(ctx, k, error_note(rewards, samples, ctx.config.reward))
         return {
             "outputs": reward_outputs(rewards),
             "files": [write_rewards(ctx.files, inputs.digest, rewards)],

@@ -183,9 +183,9 @@ def show(tables: Iterator[pa.Table], limit: int) -> tuple[int, Counter[str]]:
         for row in sorted(table.to_pylist(), key=lambda row: (row["group_id"], row["index"])):
             count += 1
             errors.update([row["error"]] if row["error"] else [])
-            if not limit or count <= limit:
+            if limit < 1 or count <= limit:
                 print(_line(_cells(row)))
-    return (max(count - limit, 0) if limit else 0), errors
+    return (max(count - limit, 0) if limit > 0 else 0), errors
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -49,7 +49,8 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
     if found:
         newest = branches.newest(config.run)
         if newest is None:
-            another = f"or remove it, as it has no iteration yet: rlpipe gc --remove {config.run}"
+            removal = f"rlpipe gc --remove {config.run} --delete"
+            another = f"or remove it, as it has no iteration yet: {removal}"
         else:
             finished = newest.iteration + 1 >= config.num_rollout
             longer = f" num_rollout={2 * config.num_rollout}" if finished else ""

@@ -104,7 +104,10 @@ def test_the_error_names_the_fork_command(branches: Branches):
             check_same_run(branches, config(train={"optimizer": {"lr": 1e-3}}))
         return str(caught.value.do)
 
-    assert "or remove it, as it has no iteration yet: rlpipe gc --remove run; or start" in says()
+    assert (
+        "or remove it, as it has no iteration yet: rlpipe gc --remove run --delete; or start"
+        in says()
+    )
     for k in range(2):
         commit = Commit(
             branch="run",

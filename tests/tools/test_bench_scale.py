@@ -234,6 +234,12 @@ def test_a_run_of_simulated_engines_and_ranks_has_costs_in_all_parts(tmp_path: P
     assert done.returncode == 0, done.stderr[-3000:]
     found = scale.write(tmp_path, [5])
     costs = {(one.part, one.measure): one.values[0] for one in found}
-    missing = [part.name for part in scale.PARTS if costs[part.name, "cpu_s"] <= 0]
+    spent = json.loads((tmp_path / "scale-5.json").read_text())["snapshots"][1]["cpu_s"]
+    # The kernel counts processes in steps of 10 ms: a few iterations may cost less.
+    missing = [
+        part.name
+        for part in scale.PARTS
+        if (spent[part.process] if part.of_process else costs[part.name, "cpu_s"]) <= 0
+    ]
     assert not missing
     assert costs["store requests of a rank", "requests"] == 3

@@ -109,6 +109,10 @@ class _Explainer:
         """Names of branches that have only epochs."""
         self._loading: set[str] = set()
         """Weights of runs that load rollouts, which have no plans of their own."""
+        self._loaded: set[str] = set()
+        """Names of the runs whose rollouts they load."""
+        self._rollouts: dict[str, set[str]] = defaultdict(set)
+        """Rollouts that the commits and notes of each run name."""
         self._links: dict[str, NodeLinks] = {}
         """Readable nodes by digest."""
         self._children: dict[str, list[str]] = defaultdict(list)
@@ -231,9 +235,12 @@ class _Explainer:
             self._named.update(commit.plans, commit.nodes.values())
             self._cursors.add(_cursor(commit.data))
         origin = parse_commit_name(record.parent)[1] if record is not None and record.parent else -1
-        if record is not None and record.config.get("debug", {}).get("load_debug_rollout_data"):
+        loads = record and record.config.get("debug", {}).get("load_debug_rollout_data")
+        if record is not None and loads:
             trained = (commit.nodes.get(Stage.TRAIN, "") for commit in commits)
             self._loading.update({record.init, *trained} - {""})
+            self._loaded.add(loads)
+        self._rollouts[branch].update(commit.nodes.get(Stage.ROLLOUT, "") for commit in commits)
         self._next[branch] = max(committed, default=origin) + 1
         segments = self._read_record(
             f"segments of {branch}", partial(Segments(self._files).of, branch)
@@ -245,6 +252,7 @@ class _Explainer:
                 commit_name(branch, k), partial(read_note, self._files, branch, k)
             )
             self._named.update((nodes or {}).values())
+            self._rollouts[branch].add((nodes or {}).get(Stage.ROLLOUT, ""))
         for unexpected in unexpected_files.of_branch(self._files, branch):
             self._add_finding(unexpected.path, unexpected.problem)
 
@@ -351,18 +359,21 @@ class _Explainer:
         self._left -= self._explained
 
     def _add_of_loaded_rollouts(self) -> None:
-        """Add the open iterations of runs that load rollouts."""
-        for stage in (Stage.REWARD, Stage.ADVANTAGE):  # batches are made from rewards
-            ready = [
-                digest
-                for digest, links in self._links.items()
-                if links.stage is stage and self._explained.issuperset(links.parents)
-            ]
-            if stage is Stage.REWARD:
-                self._explained.update(ready)
-            else:
-                of_run = [d for d in ready if self._loading.intersection(self._links[d].parents)]
-                self._add_descendants(of_run, self._explained)
+        """Add the open iterations of runs that load rollouts: rewards, batches, what follows."""
+        rollouts = set[str]().union(*(self._rollouts[run] for run in self._loaded))
+        self._explained.update(self._made_from(rollouts, Stage.REWARD))
+        batches = self._made_from(self._loading, Stage.ADVANTAGE)
+        self._add_descendants(batches, self._explained)
+
+    def _made_from(self, parents: set[str], stage: Stage) -> list[str]:
+        """Return the nodes of a stage with one of these parents, and no unexplained one."""
+        return [
+            digest
+            for digest, links in self._links.items()
+            if links.stage is stage
+            and parents.intersection(links.parents)
+            and self._explained.issuperset(links.parents)
+        ]
 
     def _plan(self, digest: str) -> Plan | None:
         if digest not in self._read_plans:

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from rlpipe.batch.packing import plan
 from rlpipe.config.train import LoraConfig, TrainConfig
 from rlpipe.errors import TrainerError
-from tests.engines.megatron.ranks import engine, make_batch, near
+from tests.engines.megatron.ranks import columns_and_plan, engine, make_batch
 
 _NAME = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.(self_attention|mlp)\..*adapters\.(.+)")
 
@@ -68,20 +67,6 @@ def copies(adapters: dict[str, torch.nn.Parameter]) -> dict[str, np.ndarray]:
 
 def gradients(adapters: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: each.main_grad.float().cpu().numpy().copy() for name, each in adapters.items()}
-
-
-def columns_and_plan(ours: Any, scores: np.ndarray, iteration: int) -> tuple[Any, Any]:
-    batch = make_batch().with_columns(
-        proximal_log_probs=near(scores, 0.2, 2 * iteration),
-        reference_log_probs=near(scores, 0.3, 2 * iteration + 1),
-    )
-    packing = plan(
-        batch.lengths,
-        global_batch_size=12,
-        max_tokens=ours.max_tokens,
-        data_parallel=ours.data_parallel,
-    )
-    return batch, packing
 
 
 def train_adapters(

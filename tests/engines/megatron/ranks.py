@@ -151,6 +151,22 @@ def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:
     return columns + np.random.default_rng(seed).normal(0, scale, len(columns)).astype(np.float32)
 
 
+def columns_and_plan(ours, scores, iteration):
+    """Return the batch of an iteration with log-probs near `scores`, and its packing plan."""
+    batch = make_batch()
+    columns = batch.with_columns(
+        proximal_log_probs=near(scores, 0.2, 2 * iteration),
+        reference_log_probs=near(scores, 0.3, 2 * iteration + 1),
+    )
+    packing = plan(
+        batch.lengths,
+        global_batch_size=12,
+        max_tokens=ours.max_tokens,
+        data_parallel=ours.data_parallel,
+    )
+    return columns, packing
+
+
 def score_and_train(
     rank: int,
     world_size: int,
@@ -171,16 +187,7 @@ def score_and_train(
         scores = ours.score(batch)
         assert np.array_equal(ours.score(scored(ours, batch)), scores)
         for iteration in range(iterations):
-            columns = batch.with_columns(
-                proximal_log_probs=near(scores, 0.2, 2 * iteration),
-                reference_log_probs=near(scores, 0.3, 2 * iteration + 1),
-            )
-            packing = plan(
-                batch.lengths,
-                global_batch_size=12,
-                max_tokens=ours.max_tokens,
-                data_parallel=ours.data_parallel,
-            )
+            columns, packing = columns_and_plan(ours, scores, iteration)
             results.append(ours.train(columns, packing))
         after = {name: tensor.clone() for name, tensor in ours.named_hf_tensors()}
         return {

@@ -298,4 +298,5 @@ def test_an_open_iteration_of_a_run_that_loads_rollouts_is_explained(files: File
     nodes.commit(make_node(Stage.TRAIN, {"advantage": batch.digest, "before": init.digest}))
     assert check_store(files).findings == []
     nodes.commit(make_node(Stage.ADVANTAGE, {**made, "before": "0" * 64}))
-    assert [finding.rule for finding in check_store(files).findings] == ["unexplained"]
+    nodes.commit(make_node(Stage.REWARD, {}, function="of no rollout"))
+    assert [finding.rule for finding in check_store(files).findings] == ["unexplained"] * 2
