@@ -34,7 +34,7 @@ FINAL_STATES = (
     "Paused",
     "Suspended",
 )
-RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit"]
+RUNS = ["train", "fork", "evaluate", "reprocess", "convert", "audit", "engines"]
 """Flows that Prefect does not retry by itself. Iterations are retried."""
 RUN = "{{ flow.name }}/{{ flow_run.name }}"
 REASON = "{{ flow_run.labels['rlpipe.waits'] or flow_run.state.message or 'paused by a person' }}"

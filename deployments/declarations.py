@@ -1,7 +1,7 @@
 """Deployments of a site as data: one for each flow, one for each recipe, and the site's own.
 
     train/train, train/<recipe> ..., fork/fork, iteration/iteration, evaluate/evaluate,
-    reprocess/reprocess, convert/convert, audit/audit
+    reprocess/reprocess, convert/convert, audit/audit, engines/engines
 
 Names of a site with a name end in `@<site>`: `train/<recipe>@<site>`.
 """
@@ -30,6 +30,7 @@ FLOWS = {
     "reprocess": "flows/reprocess.py:reprocess",
     "convert": "flows/convert.py:convert",
     "audit": "flows/audit.py:audit",
+    "engines": "flows/engines.py:engines",
 }
 """Flow → its entrypoint, file and function."""
 TRAINING = ("train", "fork")

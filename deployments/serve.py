@@ -1,7 +1,7 @@
 """Serve the deployments from this process, without a work pool.
 
     python -m deployments.serve train --limit 1 &
-    python -m deployments.serve iteration evaluate reprocess convert audit
+    python -m deployments.serve iteration evaluate reprocess convert audit engines
 
 Each run has its own process, as under a worker. For one machine without queues by set of GPUs.
 Schedules are paused while no process serves. Without FLOW, all flows are served.

@@ -67,7 +67,7 @@ class Schedule(Config):
 class Entry(Config):
     """A deployment: a flow with parameters and schedules."""
 
-    flow: Literal["train", "fork", "evaluate", "reprocess", "convert", "audit"]
+    flow: Literal["train", "fork", "evaluate", "reprocess", "convert", "audit", "engines"]
     """Name of the flow."""
     name: str = Field(pattern=r"^[^/%&<>]+$")
     """Name of the deployment: `train/<name>`."""

@@ -42,6 +42,7 @@ from rlpipe.store.plans import Plans
 from rlpipe.store.run_file import RunFile, get_run, write_run
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, Stage
+from tasks.engine_reports import EngineReports
 
 
 @dataclass
@@ -106,6 +107,11 @@ class RunContext:
             ref_update_interval=self.config.ref_update_interval,
             ref_update_offset=self.config.ref_update_offset,
         )
+
+    @cached_property
+    def engine_reports(self) -> EngineReports:
+        """Lines in the terminal about the run's engines."""
+        return EngineReports(self.config, self.directory, self.progress.say)
 
     @property
     def directory(self) -> Path:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from rlpipe.errors import DeadlineExceeded, EngineUnavailable, ObjectMissing, RlpipeError
+from rlpipe.errors import DeadlineExceeded, ObjectMissing
 from rlpipe.lineage.stage_inputs import Inputs, rollout_inputs
-from rlpipe.observe.terminal import duration
 from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
 from tasks.record import reuse_or_run, stage_task
 from tasks.sync import ensure_weights
 
 PROGRESS_INTERVAL_S = 0.25
-ENGINE_CHECK_INTERVAL_S = 2.0
 LONGEST_PAUSE_S = 0.5
-SOON_S = 60.0
-"""An engine that ends within this time of its start ends soon."""
-MOST_SOON_ENDS = 3
-"""Times in a row that all engines may end soon without a finished group of samples."""
 
 
 @stage_task("rollout", "rollout-{k}")
@@ -123,8 +115,8 @@ async def _watch(ctx: RunContext, k: int) -> None:
 
     If no engine can come back, abandon the rollout and raise the cause.
     """
-    checked_s = time.monotonic()
-    reports = EngineReports(ctx)
+    reports = ctx.engine_reports
+    reports.forget_ends()  # of an earlier attempt
     tokens = 0
     while True:
         state = await ctx.cluster.generator.progress(k)
@@ -134,69 +126,10 @@ async def _watch(ctx: RunContext, k: int) -> None:
         ctx.progress.stage(
             "rollout", k, done=state["done"], total=state["total"], tokens=state["tokens"]
         )
-        if ctx.cluster.has_engines and time.monotonic() - checked_s > ENGINE_CHECK_INTERVAL_S:
-            checked_s = time.monotonic()
+        if ctx.cluster.has_engines and reports.is_due():
             reports.show(await ctx.cluster.engines())
             # Otherwise the rollout would wait for engines until its deadline.
             if error := await ctx.cluster.trouble() or reports.trouble():
                 await ctx.cluster.generator.abandon(k)
                 raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)
-
-
-class EngineReports:
-    """Lines in the terminal about engines that end and come back during a rollout."""
-
-    def __init__(self, ctx: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ctx = ctx
-        self._clock = clock
-        self._down_since: dict[int, float] = {}
-        self._up_since: dict[int, float] = {}
-        self._soon_ends: dict[int, int] = {}
-
-    def show(self, engines: Sequence[Mapping[str, Any]]) -> None:
-        """Print the changes since the last call. `engines`: status of each, as `Fleet.status`."""
-        now = self._clock()
-        for engine in engines:
-            number = engine["number"]
-            ends = self._soon_ends.setdefault(number, 0)
-            where = f"{self._ctx.config.run}: engine {number}"
-            if engine["alive"]:
-                if (since := self._down_since.pop(number, None)) is not None:
-                    self._up_since[number] = now
-                    self._ctx.progress.say(f"{where} is back ({duration(now - since)})")
-            elif number not in self._down_since:
-                self._down_since[number] = now
-                soon = now - self._up_since.get(number, now) <= SOON_S
-                self._soon_ends[number] = ends + 1 if soon else 1
-                self._ctx.progress.say(f"{where} {self._action(number)}")
-
-    def forget_ends(self) -> None:
-        """Count the ends of engines from 0, because a group of samples is finished."""
-        self._soon_ends = dict.fromkeys(self._soon_ends, 0)
-
-    def trouble(self) -> RlpipeError | None:
-        """Return an error if all engines end soon after each start, else None.
-
-        Such engines can be started, so that their supervisor finds no fault. An example is a kernel
-        that fails in the first request.
-        """
-        is_external = bool(self._ctx.config.resources.external_engines)
-        if is_external or min(self._soon_ends.values(), default=0) < MOST_SOON_ENDS:
-            return None
-        return EngineUnavailable(
-            "the engines end before a group of samples is finished",
-            where=f"{self._ctx.config.run}: engines",
-            found=f"each ended {MOST_SOON_ENDS} times, at most {SOON_S:g} s after its start",
-            expected="a finished group of samples",
-            do=f"see the end of {self._log(min(self._soon_ends))}, remove the cause, and start the "
-            "same command again",
-        )
-
-    def _action(self, number: int) -> str:
-        if self._ctx.config.resources.external_engines:
-            return "does not answer; the run waits for it"
-        return f"has ended and is started again; its log is {self._log(number)}"
-
-    def _log(self, number: int) -> Path:
-        return self._ctx.directory / "logs" / f"engine-{number}.log"

@@ -15,6 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpipe.actors.drivers import Driver, is_driven
+from rlpipe.actors.engines.elastic import requested_engines
 from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.engines.fleet import Weights
 from rlpipe.actors.gpu_memory import cluster_gpus, fitted
@@ -202,9 +203,8 @@ def begin_cluster(config: RunConfig, home: Path) -> None:
         return
     config = placed(config, []).config
     cwd = str(Path.cwd())
-    engines = named.begin_actors(
-        config.cluster, config.resources, cwd, engines=config.needs_engines
-    )
+    number = min(requested_engines(config, store_root), config.resources.num_engines)
+    engines = named.begin_actors(config.cluster, config.resources, cwd, engines=number)
     is_simple = not (config.warm_start or config.resources.external_engines)
     if not engines or not is_simple or config.resources.engine_nodes > 1:
         return

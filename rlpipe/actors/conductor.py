@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.actors.drivers import Driver, IdleWatch, is_driven
+from rlpipe.actors.engines.elastic import FleetSize, requested_engines
 from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.engines.fleet import Fleet, Weights
 from rlpipe.actors.engines.supervised import SupervisedEngine
@@ -32,7 +33,6 @@ from rlpipe.actors.trainer.group import TrainerGroup
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.actors.weight_sender import ClusterState, WeightSender
 from rlpipe.config.model import ResourcesConfig
-from rlpipe.config.run import RunConfig
 from rlpipe.errors import Fenced, RlpipeError
 from rlpipe.lineage.states import Lineage
 
@@ -61,6 +61,9 @@ class Conductor:
         self._state = ClusterState()
         self._sender = WeightSender(cluster, self._state)
         self._router_url: str | None = None
+        self._size: FleetSize | None = None
+        self._first_engines = 0
+        """Engines that a new fleet starts with. Others join later."""
         self._set_up: TrainerSpec | None = None
         """Spec that all ranks were set up with."""
         self._open_lock = asyncio.Lock()
@@ -86,7 +89,7 @@ class Conductor:
             self._state.spec = spec
             self._idle_watch.watch(spec, driver.epoch)
             self._state.generator = await asyncio.to_thread(actors.generator)
-            await self._find_ranks(actors, spec.config)
+            await self._find_ranks(actors, spec)
             if self._state.sharing.active and not _start_together(spec.config.resources):
                 await self._open_on_shared_gpus(driver, spec)
                 return
@@ -170,7 +173,8 @@ class Conductor:
     async def engines(self, driver: Driver) -> list[dict[str, Any]]:
         """Return the status of each engine, as `Fleet.status`."""
         self._require_driver(driver)
-        return self._state.running_fleet.status()
+        waiting = self._size.waiting() if self._size else []
+        return [*self._state.running_fleet.status(), *waiting]
 
     async def trouble(self, driver: Driver) -> RlpipeError | None:
         """Return an error if no engine can be started, as `Fleet.trouble`."""
@@ -309,8 +313,10 @@ class Conductor:
             await trainer.setup(wanted)
         self._set_up = wanted
 
-    async def _find_ranks(self, actors: NamedActors, config: RunConfig) -> None:
+    async def _find_ranks(self, actors: NamedActors, spec: ClusterSpec) -> None:
         """Reserve bundles for all actors, and find or start the ranks without setting them up."""
+        config = spec.config
+        kept_engines = await self._decide_engines(spec)
         lock = self._state.trainer
         replace = lock.group is None or not lock.group.is_from(actors.trainer)
         timeout_s = self._state.trainer_timeout_s
@@ -321,14 +327,31 @@ class Conductor:
                 self._set_up = None
                 lock.group = None
             with self._waiting_for("CPUs and GPUs of the run"):
-                await asyncio.to_thread(lambda: actors.reserve(engines=config.needs_engines))
+                await asyncio.to_thread(
+                    lambda: actors.reserve(engines=self._first_engines, kept_engines=kept_engines)
+                )
             if replace:
                 lock.group = await asyncio.to_thread(
                     TrainerGroup.of, actors.trainer, config.resources
                 )
 
+    async def _decide_engines(self, spec: ClusterSpec) -> int:
+        """Decide the number of engines to start with; return the number that may exist already.
+
+        A start waits for room for its engines. It does not wait for more than are configured.
+        """
+        configured = spec.config.resources.num_engines
+        requested = await asyncio.to_thread(requested_engines, spec.config, spec.store_root)
+        fleet = self._state.fleet
+        self._first_engines = 0 if self._has_engines_of(spec) else min(configured, requested)
+        present = [engine.number + 1 for engine in fleet.engines] if fleet else []
+        return max(configured, requested, *present)
+
     async def _close_fleet(self) -> None:
         """Stop supervising engines, so that none is restarted. A new fleet finds running ones."""
+        if self._size is not None:
+            await self._size.close()
+            self._size = None
         if self._state.fleet is not None:
             await self._state.fleet.close()
             self._state.fleet = None
@@ -362,8 +385,9 @@ class Conductor:
         await self._close_fleet()
         actors = self._actors
         assert actors is not None
+        resources = spec.config.resources
         engines = await asyncio.to_thread(
-            SupervisedEngine.all_of, spec.config.resources, actors.engine
+            SupervisedEngine.all_of, resources, actors.engine, range(self._first_engines)
         )
         # in a thread: the lookup runs tasks in the bundles and waits for them
         devices = await asyncio.to_thread(actors.placement.engine_devices)
@@ -386,6 +410,9 @@ class Conductor:
             await fleet.close()
             raise
         self._state.fleet = fleet
+        if resources.resizable:
+            self._size = FleetSize(fleet, actors, spec.config, spec.store_root, self._on_size)
+            self._size.begin()
 
     def _has_engines_of(self, spec: ClusterSpec) -> bool:
         fleet = self._state.fleet
@@ -398,6 +425,9 @@ class Conductor:
         async with state.trainer.exclusive("make room for engines", state.trainer_timeout_s):
             await state.enter("start")
 
+    async def _on_size(self) -> None:
+        await self._connect_generator(str(self._router_url))
+
     async def _on_router(self, url: str) -> None:
         self._router_url = url
         await self._connect_generator(url)
@@ -406,7 +436,10 @@ class Conductor:
         """Make the generator send requests to this router."""
         generator = self._state.generator
         assert self._actors is not None and generator is not None
-        connect = generator.connect.remote(url, on_gpus=self._actors.placement.on_gpus)
+        fleet = self._state.fleet
+        engines = len(fleet.engines) if fleet else self._first_engines
+        on_gpus = self._actors.placement.on_gpus
+        connect = generator.connect.remote(url, on_gpus=on_gpus, engines=engines)
         # At a start the generator still imports its packages: over a minute on a busy machine.
         deadline_s = self._state.config.resources.start_timeout_s
         await call(connect, where="generator.connect", deadline_s=deadline_s)

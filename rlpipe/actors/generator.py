@@ -106,19 +106,23 @@ class Generator:
         self._require(driver)
         return {key: [asdict(row) for row in rows] for key, rows in self._overlong.items() if rows}
 
-    async def connect(self, router_url: str, *, on_gpus: bool) -> None:
-        """Send generation requests to this router."""
+    async def connect(self, router_url: str, *, on_gpus: bool, engines: int) -> None:
+        """Send generation requests to this router, as many as its engines serve at once."""
         self._on_gpus = on_gpus
+        # More engines serve more groups at once. Fewer engines queue those that are too many.
+        before = self._groups_at_once(self._config.rollout)
+        self._engines = max(self._engines, engines)
+        for _ in range(self._groups_at_once(self._config.rollout) - before):
+            self._slots.release()
         if self._client is not None:
-            self._client.move(router_url)
+            self._client.move(router_url, max_connections=self._requests_at_once)
             return
         self._client = GenerateClient(
             router_url,
             vocab_size=self._model_config["vocab_size"],
             deadline_s=self._config.engine.request_timeout_s,
             samples_per_request=1 if on_gpus else SAMPLES_PER_REQUEST_ON_CPU,
-            max_connections=self._config.engine.server_concurrency
-            * self._config.resources.num_engines,
+            max_connections=self._requests_at_once,
             end_ids=self._end_ids,
             routed_width=self._resources.routed_width,
         )
@@ -336,6 +340,7 @@ class Generator:
             model_dir,
             SglangReplies(self._tokenizer, config.engine.sglang),
         )
+        self._engines = config.resources.num_engines
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
         in_flight = config.rollout.groups_in_pool(config.async_buffer_size)
         self._pool = Pool(in_flight) if config.rollout.pooled else None
@@ -444,8 +449,12 @@ class Generator:
 
     def _groups_at_once(self, sampling: RolloutConfig) -> int:
         """Return the groups sampled at once, so that all engines have their full concurrency."""
-        requests = self._config.engine.server_concurrency * self._config.resources.num_engines
-        return max(1, requests // sampling.n_samples_per_prompt)
+        return max(1, self._requests_at_once // sampling.n_samples_per_prompt)
+
+    @property
+    def _requests_at_once(self) -> int:
+        """Requests in flight at most."""
+        return self._config.engine.server_concurrency * self._engines
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

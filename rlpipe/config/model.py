@@ -227,6 +227,11 @@ class ResourcesConfig(Config):
         return self.colocate is True
 
     @property
+    def resizable(self) -> bool:
+        """True if engines may join and leave while the run continues."""
+        return not (self.shares_gpus or self.external_engines)
+
+    @property
     def trainer_sleeps(self) -> bool:
         """True if the trainer releases GPU memory while engines sample."""
         return self.shares_gpus and self.offload_train is not False

@@ -49,7 +49,7 @@ class FakeActors:
     def generator(self) -> Any:
         return find_or_start(FakeGenerator, "conductor-generator")
 
-    def reserve(self, *, engines: bool) -> None:
+    def reserve(self, *, engines: int, kept_engines: int) -> None:
         assert not engines
         if self.resources.trainer_ranks > 2:
             raise ResourceError("the cluster has not enough room")
@@ -306,7 +306,7 @@ async def test_the_conductor_reports_what_a_start_waits_for(
     seen: list[list[str]] = []
     loop = asyncio.get_running_loop()
 
-    def reserve(*, engines: bool) -> None:
+    def reserve(*, engines: int, kept_engines: int) -> None:
         seen.append(asyncio.run_coroutine_threadsafe(conductor.starting(), loop).result(10))
 
     monkeypatch.setattr(conductor._actors, "reserve", reserve)

@@ -56,7 +56,7 @@ async def _generator(
         shutil.copytree(live.model_dir, folder / "model")
     generator = Generator(str(Path.cwd()))
     await generator.setup(DRIVER, _spec(folder, rollout, **sections))
-    await generator.connect(live.router.url, on_gpus=False)
+    await generator.connect(live.router.url, on_gpus=False, engines=1)
     return generator
 
 

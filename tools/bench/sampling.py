@@ -81,7 +81,7 @@ async def compare(bench: Bench, up: Serving, say) -> tuple[list[Sampled], list[S
     path = Path.cwd()
     generator = Generator(str(path))
     await generator.setup(DRIVER, GeneratorSpec(bench.config, str(bench.model_dir), str(store)))
-    await generator.connect(up.router, on_gpus=bench.on_gpus)
+    await generator.connect(up.router, on_gpus=bench.on_gpus, engines=len(up.engines))
     files = Files(store)
     state = DataState()
     found: tuple[list[Sampled], list[Sampled]] = [], []

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from rlpipe.errors import DataError, ResourceError
 from rlpipe.observe.pictures import COLOURS, INK, SOFT
 from tools.bench.measures import Row, figure
-from tools.command.shared_options import add_scale
+from tools.command.bench_options import add_scale
 
 GPUS = (8, 64, 1024)
 """GPUs of the extrapolation: half of them are engines, half are ranks."""

@@ -45,7 +45,7 @@ from tools.bench.measures import Row, alternate, figure
 from tools.bench.serving import Serving, serving
 from tools.bench.shapes import trained_batch
 from tools.bench.sync_side import RankProcess, RankSetup
-from tools.command.parsers import BENCH_TRANSPORTS
+from tools.command.bench_options import TRANSPORTS
 
 ENGINE = {"disable_cuda_graph": True}
 SHARED_MEMORY = {"mem_fraction_static": 0.2}
@@ -206,7 +206,7 @@ def transports(*, on_gpus: bool, shared: bool) -> list[str]:
     supports all of them.
     """
     left_out = ("distributed" if shared else "ipc") if on_gpus else None
-    return [name for name in BENCH_TRANSPORTS if name != left_out]
+    return [name for name in TRANSPORTS if name != left_out]
 
 
 def _rows(bench: Bench, pushes: Pushes, only: Sequence[str], say) -> list[Row]:

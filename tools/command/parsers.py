@@ -7,17 +7,16 @@ options are here. `VERBS` of `tools.command.verbs` names the function of each ve
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
-from rlpipe.system.project import HOME_VARIABLE, PRESETS
+from rlpipe.system.project import PRESETS
+from tools.command.bench_options import add_bench
 from tools.command.shared_options import (
     COMMAND,
     add_home,
     add_iterations,
     add_overrides,
     add_run,
-    add_scale,
     add_sizes,
     add_store,
     add_takeover,
@@ -227,6 +226,18 @@ def audit() -> argparse.ArgumentParser:
     return parser
 
 
+def engines() -> argparse.ArgumentParser:
+    """Return the options of `engines`."""
+    parser = new_parser("engines", "Show or change the number of engines of a run.")
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    parser.add_argument(
+        "engines", nargs="?", type=int, metavar="N", help="engines from now on (default: show)"
+    )
+    add_home(parser)
+    add_store(parser, "the store of the run's start")
+    return parser
+
+
 def replay() -> argparse.ArgumentParser:
     """Return the options of `replay`."""
     parser = new_parser("replay", "Train a run's stored batches again and compare every state.")
@@ -430,62 +441,8 @@ def completion() -> argparse.ArgumentParser:
     return parser
 
 
-BENCH_PARTS = ("rollout", "train", "sync", "iteration", "store", "scale")
-BENCH_SHAPES = ("tiny", "0.6b", "4b", "tiny-moe", "moe")
-BENCH_BASELINES = ("hf", "hf-no-recompute", "hf-fp32-weights")
-BENCH_TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
-
-
 def bench() -> argparse.ArgumentParser:
     """Return the options of `bench`."""
     parser = new_parser("bench", "Measure parts of rlpipe against the libraries below them.")
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="part | key=value",
-        help=f"parts to measure: {', '.join(BENCH_PARTS)} (default: all but scale); overrides",
-    )
-    parser.add_argument(
-        "--shape", choices=BENCH_SHAPES, default="tiny", help="size of the model (default: tiny)"
-    )
-    default = f"{os.environ.get(HOME_VARIABLE, 'runs')}/bench"
-    parser.add_argument("--home", default=default, help="folder for all files")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=120.0,
-        help="measuring time of a part at most, without starting its processes",
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of a part at most")
-    parser.add_argument(
-        "--baselines",
-        nargs="+",
-        choices=BENCH_BASELINES,
-        default=["hf"],
-        help="train: loops of transformers to compare with (default: hf)",
-    )
-    parser.add_argument("--ragged", action="store_true", help="train: samples of different lengths")
-    parser.add_argument(
-        "--separate", action="store_true", help="sync: engines on own GPUs, from the second on"
-    )
-    parser.add_argument(
-        "--transports",
-        nargs="+",
-        choices=BENCH_TRANSPORTS,
-        default=(),
-        help="sync: the transports (default: all that fit)",
-    )
-    parser.add_argument(
-        "--run",
-        metavar="FOLDER",
-        help="iteration: `{home}/{run}` of an existing run; else a new one",
-    )
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        metavar="key=value",
-        default=(),
-        help="iteration: a second run with these keys too, as the baseline",
-    )
-    add_scale(parser)
+    add_bench(parser)
     return parser

@@ -79,22 +79,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_scale(parser: argparse.ArgumentParser) -> None:
-    """Add the options of simulated runs (`tools.bench.scale`)."""
-    engines = (2, 4, 8, 32, 128)
-    parser.add_argument(
-        "--engines",
-        nargs="+",
-        type=int,
-        default=engines,
-        help="scale: numbers of simulated engines, and as many ranks (default: "
-        f"{' '.join(map(str, engines))})",
-    )
-    parser.add_argument(
-        "--iterations", type=int, default=10, help="scale: iterations of each run (default: 10)"
-    )
-
-
 def names_in(folder: Path) -> str:
     """Return the names of the YAML files of a folder."""
     return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

@@ -83,6 +83,13 @@ SECTIONS: dict[str, tuple[Verb, ...]] = {
             "fork",
         ),
         Verb(
+            "engines",
+            "change the number of engines while a run continues",
+            "tools.engines",
+            "my_run 4",
+            "engines",
+        ),
+        Verb(
             "reprocess",
             "score stored rollouts again, without sampling",
             "tools.reprocess",

@@ -68,11 +68,16 @@ class EngineSpec:
         config = spec.config
         logs = Path(spec.home) / cluster / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        # The name as resolved: a warm start names the cluster of its run, which has no key.
+        resources = config.resources.model_copy(update={"cluster": cluster})
+        if resources.resizable:
+            # Engines that join or leave change nothing for the others.
+            one = {"rollout_num_gpus": resources.rollout_num_gpus_per_engine}
+            resources = resources.model_copy(update=one)
         return cls(
             model_dir=spec.model_dir,
             engine=config.engine,
-            # The name as resolved: a warm start names the cluster of its run, which has no key.
-            resources=config.resources.model_copy(update={"cluster": cluster}),
+            resources=resources,
             dtype=config.model.dtype,
             seed=config.train.seed,
             trust_remote_code=getattr(config.model.source, "trust_remote_code", False),
@@ -291,6 +296,15 @@ class EngineActor:
         pre_read(before, folder_of_versions, WeightVersion.version_of(stamp))
         return str(Mirror(folder).fetch(store, stamp, timeout_s=timeout_s))
 
+    def hand_back(self) -> None:
+        """End all requests with their tokens so far, for a server that leaves the run.
+
+        Requests that arrive later wait until their connection ends. Raises: EngineError,
+        DeadlineExceeded.
+        """
+        if self._server is not None and self._server.alive:
+            asyncio.run(_hand_back(self._server.url))
+
     def stop(self) -> None:
         """Stop the server. An external server keeps running, and is checked before its next use."""
         self._unknown = True
@@ -364,6 +378,13 @@ class RouterActor:
 def _with_host(engine: EngineConfig) -> EngineConfig:
     """Return the configuration with this machine's address as host, if none is configured."""
     return engine if engine.host is not None else engine.model_copy(update={"host": own_address()})
+
+
+async def _hand_back(url: str) -> None:
+    async with Engine(url, deadline_s=MEMORY_TIMEOUT_S) as engine:
+        await engine.pause("abort")
+        # It waits until no request is left.
+        await engine.flush()
 
 
 async def _release_memory(url: str, tags: Collection[MemoryTag]) -> None:

@@ -128,7 +128,8 @@ class Fleet:
         self._pushing = asyncio.Lock()
         self._interruptions = 0
         """Number of pushes and memory releases: a health check across one proves nothing."""
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._supervisors: dict[SupervisedEngine | None, asyncio.Task[None]] = {}
+        """By engine; None: of the router."""
 
     @property
     def config(self) -> EngineConfig:
@@ -147,17 +148,37 @@ class Fleet:
             await engine.check()
             # A new conductor finds engines that are admitted already.
             engine.admitted = engine.url is not None and engine.url in (admitted or ())
-        self._supervisors = [
-            asyncio.create_task(self._supervise(engine)) for engine in self.engines
-        ]
-        self._supervisors.append(asyncio.create_task(self._supervise_router()))
+        for engine in self.engines:
+            self._supervisors[engine] = asyncio.create_task(self._supervise(engine))
+        self._supervisors[None] = asyncio.create_task(self._supervise_router())
 
     async def close(self) -> None:
         """Stop supervising. Engines stay as they are."""
-        for supervisor in self._supervisors:
+        await self._end_supervisors([*self._supervisors])
+
+    def join(self, engine: SupervisedEngine) -> None:
+        """Supervise one more engine. It samples once it has started and has the weights."""
+        self.engines = sorted([*self.engines, engine], key=lambda each: each.number)
+        self._supervisors[engine] = asyncio.create_task(self._supervise(engine))
+
+    async def leave(self, leaving: Sequence[SupervisedEngine]) -> None:
+        """Send no more requests to these engines, then end them. Their requests continue elsewhere.
+
+        Wait for a push that runs.
+        """
+        async with self._pushing:
+            self.engines = [engine for engine in self.engines if engine not in leaving]
+            await self._end_supervisors(leaving)
+            urls = [engine.url for engine in leaving if engine.url]
+            with suppress(RlpipeError):  # a router that is down routes nothing
+                await self.router.remove(urls)
+        await asyncio.gather(*(engine.leave() for engine in leaving))
+
+    async def _end_supervisors(self, of: Sequence[SupervisedEngine | None]) -> None:
+        ending = [self._supervisors.pop(engine) for engine in of]
+        for supervisor in ending:
             supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._supervisors.clear()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     async def publish(
         self, weights: Weights, *, everyone: bool, check: Callable[[], None] = lambda: None
@@ -222,8 +243,8 @@ class Fleet:
         seen."""
         names = ("number", "url", "stamp", "pid", "facts")
         return [
-            {"alive": engine.url is not None, **{name: getattr(engine, name) for name in names}}
-            for engine in self.engines
+            {"alive": each.url is not None, **{name: getattr(each, name) for name in names}}
+            for each in self.engines
         ]
 
     def trouble(self) -> RlpipeError | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -58,12 +58,13 @@ class SupervisedEngine:
 
     @classmethod
     def all_of(
-        cls, resources: ResourcesConfig, make: Callable[[int, int], ActorHandle]
+        cls,
+        resources: ResourcesConfig,
+        make: Callable[[int, int], ActorHandle],
+        numbers: Iterable[int],
     ) -> list[SupervisedEngine]:
-        """Return all engines of a layout. Blocks while Ray finds or starts each actor."""
-        return [
-            cls(number, make, resources.engine_nodes) for number in range(resources.num_engines)
-        ]
+        """Return engines of a layout. Blocks while Ray finds or starts each actor."""
+        return [cls(number, make, resources.engine_nodes) for number in numbers]
 
     @property
     def actor(self) -> ActorHandle:
@@ -145,6 +146,15 @@ class SupervisedEngine:
         self._stops += 1
         for result in results:
             _raise_if_error(result)
+
+    async def leave(self) -> None:
+        """End requests with their tokens so far, then servers and actors, whatever fails."""
+        with suppress(RlpipeError):
+            if self.url is not None:
+                await self._call("hand_back", CALL_TIMEOUT_S)
+        with suppress(RlpipeError):
+            await self.stop()
+        await asyncio.to_thread(kill_actors, self.actors)
 
     async def set_memory(
         self, method: Literal["release_memory", "resume_memory"], tags: Collection[str]

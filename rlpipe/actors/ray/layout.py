@@ -2,7 +2,8 @@
 
 Pure functions. An actor's name contains the layout that it was started for. Actors of another
 layout are therefore never reused: a rank knows the world size from its start, and an engine keeps
-its GPUs for life.
+its GPUs for life. The number of engines is not part of an engine's layout: engines join and leave
+a run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
 
+ENGINES = "engines"
+"""Use of the bundles of all engines with GPUs of their own."""
 GroupShape = tuple[int, int]
 """Number of bundles of a placement group, and GPUs per bundle."""
 
@@ -102,21 +105,32 @@ def _num_gpus(resources: ResourcesConfig) -> int:
 
 
 def group_shapes(resources: ResourcesConfig) -> dict[str, GroupShape]:
-    """Return the placement groups of a layout, by the name of their use."""
+    """Return the bundles of a layout, by their use.
+
+    Those of ENGINES are in a placement group for each engine (`engine_group`).
+    """
     shapes: dict[str, GroupShape] = {}
     if resources.shares_gpus:
         shapes["shared"] = (_num_shared_gpus(resources), 1)
     else:
         shapes["trainer"] = (resources.trainer_ranks, 1)
         if not resources.external_engines:
-            # one bundle per server: Ray places a bundle on one node only
-            shapes["engines"] = (
-                resources.num_engines * resources.engine_nodes,
-                resources.engine_gpus_per_node,
-            )
+            servers, width = engine_shape(resources)
+            shapes[ENGINES] = (resources.num_engines * servers, width)
     if resources.critic_ranks:
         shapes["critic"] = (resources.critic_ranks, 1)
     return shapes
+
+
+def engine_shape(resources: ResourcesConfig) -> GroupShape:
+    """Return the placement group of one engine: a bundle for each of its servers."""
+    # Ray places a bundle on one node only.
+    return resources.engine_nodes, resources.engine_gpus_per_node
+
+
+def engine_group(number: int) -> str:
+    """Return the use of the placement group of one engine."""
+    return f"engine-{number}"
 
 
 def rank_names(resources: ResourcesConfig) -> list[str]:
@@ -129,17 +143,22 @@ def rank_names(resources: ResourcesConfig) -> list[str]:
     ]
 
 
-def engine_names(resources: ResourcesConfig) -> list[str]:
+def engine_names(resources: ResourcesConfig, engines: int | None = None) -> list[str]:
     """Return actor names of all engine servers, engine by engine and node by node.
 
-    The server on node 0 has the name of the engine.
+    The server on node 0 has the name of the engine. `engines`: their number; None: as configured.
     """
+    nodes = range(resources.engine_nodes)
+    numbers = range(resources.num_engines if engines is None else engines)
+    return [engine_name(resources, number, node) for number in numbers for node in nodes]
+
+
+def engine_name(resources: ResourcesConfig, number: int, node: int) -> str:
+    """Return the actor name of an engine's server on one of its nodes."""
     kind = "external" if resources.external_engines else "engine"
-    nodes = resources.engine_nodes
-    engines = f"{resources.num_engines}x" + (f"{nodes}x" if nodes > 1 else "")
-    layout = f"{engines}{resources.engine_gpus_per_node}{_shared_suffix(resources)}"
-    servers = ((number, node) for number in range(resources.num_engines) for node in range(nodes))
-    return [f"{kind}-{number}{f'-{node}' if node else ''}.{layout}" for number, node in servers]
+    nodes = f"{resources.engine_nodes}x" if resources.engine_nodes > 1 else ""
+    layout = f"{nodes}{resources.engine_gpus_per_node}{_shared_suffix(resources)}"
+    return f"{kind}-{number}{f'-{node}' if node else ''}.{layout}"
 
 
 def server_devices(

@@ -9,7 +9,7 @@ Entry points: `conductor`, `NamedActors`, `begin_actors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.util import list_named_actors
 
 from rlpipe.actors.ray.calls import kill_actors
-from rlpipe.actors.ray.layout import engine_names, rank_names
+from rlpipe.actors.ray.layout import engine_name, engine_names, rank_names
 from rlpipe.actors.ray.placement import Placement
 from rlpipe.config.model import ResourcesConfig
 
@@ -63,25 +63,28 @@ class NamedActors:
         self._namespace = namespace(cluster)
         self._cwd = cwd
         self._rank_names = rank_names(resources)
-        self._engine_names = engine_names(resources)
 
-    def reserve(self, *, engines: bool) -> None:
+    def reserve(self, *, engines: int, kept_engines: int = 0) -> None:
         """Reserve bundles for this layout, and kill actors of other layouts to make room.
 
-        `engines`: False if the run has none. Raises: ResourceError if the layout does not fit; then
-        the other actors stay.
+        `engines`: number of engines that need bundles now. `kept_engines`: number of engines whose
+        actors and bundles stay if they exist. Raises: ResourceError if the layout does not fit;
+        then the other actors stay.
         """
+        kept = engine_names(self._resources, max(engines, kept_engines))
         self.placement.reserve(
-            engines=engines, kill_others=lambda: kill_actors(self._of_other_layouts())
+            engines=engines,
+            kept_engines=kept_engines,
+            kill_others=lambda: kill_actors(self._of_other_layouts(kept)),
         )
 
     def all_actors(self) -> list[ActorHandle]:
         """Return all running actors of the cluster, of any layout, except the conductor."""
         return self._running(lambda name: name != CONDUCTOR)
 
-    def _of_other_layouts(self) -> list[ActorHandle]:
+    def _of_other_layouts(self, engines: Sequence[str]) -> list[ActorHandle]:
         # conductor, generator and router belong to every layout
-        own = {CONDUCTOR, GENERATOR, ROUTER, *self._rank_names, *self._engine_names}
+        own = {CONDUCTOR, GENERATOR, ROUTER, *self._rank_names, *engines}
         return self._running(lambda name: name not in own)
 
     def _running(self, matches: Callable[[str], bool]) -> list[ActorHandle]:
@@ -110,7 +113,7 @@ class NamedActors:
         """Find or start the server of an engine on one of its nodes."""
         from rlpipe.actors.engines.engine import FILES, EngineActor
 
-        name = self._engine_names[number * self._resources.engine_nodes + node]
+        name = engine_name(self._resources, number, node)
 
         def options() -> dict[str, Any]:
             return {**self.placement.engine(number, node), "concurrency_groups": {FILES: 1}}
@@ -135,20 +138,20 @@ class NamedActors:
 
 
 def begin_actors(
-    cluster: str, resources: ResourcesConfig, cwd: str, *, engines: bool
+    cluster: str, resources: ResourcesConfig, cwd: str, *, engines: int
 ) -> list[ActorHandle]:
     """Start conductor, ranks and engines of a Ray that this process has just started.
 
     They import their packages while this process imports the flow. `Conductor.open` finds them by
-    name. Nothing starts on GPUs, which the run has not locked yet (`claim_gpus`). Return the
-    engines. Raises: as `NamedActors.reserve`.
+    name. Nothing starts on GPUs, which the run has not locked yet (`claim_gpus`). `engines`: their
+    number now. Return the engines. Raises: as `NamedActors.reserve`.
     """
     actors = NamedActors(cluster, resources, cwd)
     if actors.placement.on_gpus:
         return []
     actors.reserve(engines=engines)
-    servers = product(range(resources.num_engines), range(resources.engine_nodes))
-    started = [actors.engine(number, node) for number, node in servers] if engines else []
+    servers = product(range(engines), range(resources.engine_nodes))
+    started = [actors.engine(number, node) for number, node in servers]
     for rank, _ in enumerate(rank_names(resources)):
         actors.trainer(rank)
     conductor(cluster, cwd)

@@ -1,7 +1,8 @@
 """Named placement groups of a cluster.
 
-    separate     one group for the trainer with a bundle of one GPU per rank, and one group for the
-                 engines with a bundle per server (an engine that spans nodes has a server on each)
+    separate     one group for the trainer with a bundle of one GPU per rank, and one group for each
+                 engine with a bundle per server (an engine that spans nodes has a server on each),
+                 so that engines join and leave while the run continues
     colocated    one group with a bundle per GPU: rank i uses GPU i, engine j the GPUs from
                  j × its number of GPUs on; the GPUs of a server are on one machine
     critic       one more group with a bundle of one GPU per rank, if the critic has its own ranks
@@ -33,7 +34,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.actors.ray.layout import group_shapes, server_devices
+from rlpipe.actors.ray.layout import (
+    ENGINES,
+    GroupShape,
+    engine_group,
+    engine_shape,
+    group_shapes,
+    server_devices,
+)
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ResourceError
 
@@ -45,7 +53,7 @@ ENGINE_SHARE = 0.3
 PROBE_SHARE = 0.1
 
 NEXT_TO_OTHERS_S = 2.0
-"""Time for Ray to place groups while those of another layout still exist."""
+"""Time for Ray to place groups if the cluster has room next to those that exist."""
 
 
 def own_address() -> str:
@@ -77,21 +85,29 @@ class Placement:
         self._groups: dict[str, PlacementGroup] = {}
         self._sorted_bundles: dict[str, list[Bundle]] = {}
 
-    def reserve(self, *, engines: bool, kill_others: Callable[[], None] = lambda: None) -> None:
+    def reserve(
+        self,
+        *,
+        engines: int,
+        kept_engines: int = 0,
+        kill_others: Callable[[], None] = lambda: None,
+    ) -> None:
         """Find or create the groups of this layout.
 
-        `engines`: False if the run has none. Groups of another layout are removed, and
-        `kill_others` is called to end their actors, but only once this layout is known to fit next
-        to them or in their place. Raises: ResourceError if it does not fit; then the others stay.
+        `engines`: number of engines that need groups now. `kept_engines`: number of engines that
+        may have groups already. Groups of another layout are removed, and `kill_others` is called
+        to end their actors, but only once this layout is known to fit next to them or in their
+        place. Raises: ResourceError if it does not fit; then the others stay.
         """
         existing = self._existing_groups()
-        own_names = [self._name(use) for use in self._shapes]
-        others = [group for name, group in existing.items() if name not in own_names]
-        wanted = [use for use in self._shapes if engines or use != "engines"]
+        own = {self._name(use): use for use in self._uses(max(engines, kept_engines))}
+        others = [group for name, group in existing.items() if name not in own]
+        wanted = self._uses(engines)
         created = {
             use: self._create_group(use) for use in wanted if self._name(use) not in existing
         }
-        self._groups |= {use: created.get(use) or existing[self._name(use)] for use in wanted}
+        self._groups |= {own[name]: group for name, group in existing.items() if name in own}
+        self._groups |= created
         # Ray may place a new group on other machines.
         for use in created:
             self._sorted_bundles.pop(use, None)
@@ -108,6 +124,20 @@ class Placement:
             raise error
         kill_others()
         _remove(others)
+
+    def reserve_engine(self, number: int) -> bool:
+        """Create the group of an engine that joins. True once Ray has placed it."""
+        use = engine_group(number)
+        is_new = use not in self._groups
+        if is_new:
+            existing = self._existing_groups().get(self._name(use))
+            self._groups[use] = existing or self._create_group(use)
+        return self._placed([use], NEXT_TO_OTHERS_S if is_new else 0.0)
+
+    def release_engine(self, number: int) -> None:
+        """Remove the group of an engine that has left."""
+        if group := self._groups.pop(engine_group(number), None):
+            _remove([group])
 
     def _no_room(self) -> ResourceError:
         total = ray.cluster_resources().get(self._kind, 0.0)
@@ -151,7 +181,7 @@ class Placement:
         if self.resources.shares_gpus:
             bundle = self._bundles("shared")[server * width]
             return self._options("shared", bundle.number, share=ENGINE_SHARE)
-        return self._options("engines", server, share=width)
+        return self._options(engine_group(number), node, share=width)
 
     def engine_devices(self) -> tuple[tuple[str, ...], ...] | None:
         """Return CUDA_VISIBLE_DEVICES of each server, in the order of tensor parallel ranks.
@@ -176,15 +206,24 @@ class Placement:
         return "GPU" if self.on_gpus else "CPU"
 
     def _name(self, use: str) -> str:
-        bundles, width = self._shapes[use]
+        bundles, width = self._shape(use)
         return f"rlpipe-{self.cluster}-{use}-{bundles}x{width}"
+
+    def _uses(self, engines: int) -> list[str]:
+        """Return the uses of this layout's groups, with this number of engines."""
+        separate = ENGINES in self._shapes
+        uses = [use for use in self._shapes if use != ENGINES]
+        return uses + [engine_group(number) for number in range(engines if separate else 0)]
+
+    def _shape(self, use: str) -> GroupShape:
+        return self._shapes.get(use) or engine_shape(self.resources)
 
     def _existing_groups(self) -> dict[str, PlacementGroup]:
         """Return the groups of the cluster, of any layout, by name."""
         if self.cluster is None:
             return {}
         pattern = re.compile(
-            rf"rlpipe-{re.escape(self.cluster)}-(trainer|engines|shared|critic)-\d+x\d+"
+            rf"rlpipe-{re.escape(self.cluster)}-(trainer|engine-\d+|shared|critic)-\d+x\d+"
         )
         rows = [
             row
@@ -197,7 +236,7 @@ class Placement:
         }
 
     def _create_group(self, use: str) -> PlacementGroup:
-        num_bundles, width = self._shapes[use]
+        num_bundles, width = self._shape(use)
         options: dict[str, Any] = {}
         if self.cluster is not None:
             options = {"name": self._name(use), "lifetime": "detached"}
@@ -220,7 +259,7 @@ class Placement:
         free += sum(
             bundle.get(self._kind, 0.0) for group in others for bundle in group.bundle_specs
         )
-        pending = (self._shapes[use] for use in unplaced if self._is_pending(use))
+        pending = (self._shape(use) for use in unplaced if self._is_pending(use))
         return sum(bundles * width for bundles, width in pending) <= free
 
     def _options(self, use: str, bundle: int, *, share: float) -> dict[str, Any]:

@@ -39,7 +39,7 @@ async def standalone_trainer(
     model_dir = await asyncio.to_thread(model_directory, config.model, home, seed=config.seed)
     # without a cluster name: the groups end with this process
     placement = Placement(None, config.resources)
-    await asyncio.to_thread(lambda: placement.reserve(engines=False))
+    await asyncio.to_thread(lambda: placement.reserve(engines=0))
     make: Any = ray.remote
     with tempfile.TemporaryDirectory(
         prefix=".trainer-", dir=home, ignore_cleanup_errors=True

@@ -77,10 +77,13 @@ class GenerateClient:
         )
         self.gate = self.pool.gate
 
-    def move(self, router_url: str) -> None:
-        """Use another router from now on. Requests that the old router does not answer are sent to
-        the new one."""
+    def move(self, router_url: str, *, max_connections: int) -> None:
+        """Use this router from now on, with at least so many connections at once.
+
+        Requests that the old router does not answer are sent to the new one.
+        """
         self.pool.router_url = router_url.rstrip("/")
+        self.pool.connections.grow(max_connections)
 
     async def __aenter__(self) -> GenerateClient:
         return self

@@ -38,6 +38,16 @@ class Connections(httpx.AsyncBaseTransport):
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
+        self._earlier: list[aiohttp.ClientSession] = []
+        """Sessions with fewer connections. Their requests finish."""
+
+    def grow(self, max_connections: int) -> None:
+        """Allow so many connections for new requests, if that is more than before."""
+        if max_connections > self._max_connections:
+            self._max_connections = max_connections
+            if self._session is not None:
+                self._earlier.append(self._session)
+                self._session = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request. Raises: httpx.TransportError if the connection fails or breaks;
@@ -75,8 +85,9 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        for session in (*self._earlier, self._session):
+            if session is not None:
+                await session.close()
 
     def _client_session(self) -> aiohttp.ClientSession:
         # Created on first use: aiohttp binds a session to the running event loop.

@@ -228,7 +228,8 @@ class RequestPool:
         self.router_url = router_url
         self.deadline_s = deadline_s
         self.gate = Gate()
-        self.http = httpx.AsyncClient(transport=Connections(max_connections), timeout=None)
+        self.connections = Connections(max_connections)
+        self.http = httpx.AsyncClient(transport=self.connections, timeout=None)
         self.has_spans: bool | None = None
         """True if the last answer named the weight version of each token; None: no answer yet."""
         self.num_in_place_pushes = 0

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from rlpipe.errors import ObjectMissing, StoreError
-from rlpipe.store import branches, epochs, notes, receipts, segments, signatures
+from rlpipe.store import branches, engine_targets, epochs, notes, receipts, segments, signatures
 from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.parquet.schema import decode
 from rlpipe.store.plans import plan_path
@@ -37,6 +37,7 @@ OF_A_BRANCH = (
     branches.COMMIT_NAME,
     receipts.RECEIPT_NAME,
     epochs.EPOCH_NAME,
+    engine_targets.TARGET_NAME,
     segments.SEGMENT_NAME,
     scalars.TABLE_FILE_NAME,
     notes.NOTE_NAME,

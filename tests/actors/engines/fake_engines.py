@@ -32,6 +32,7 @@ class FakeEngine:
         self.unknown = True
         self.stuck = False
         self.hangs_s = self.marks_s = 0.0
+        self.log_to: str | None = None
         self.in_memory_tags = {"weights", "kv_cache", "cuda_graph"}
 
     def renew(self) -> None:
@@ -95,6 +96,10 @@ class FakeEngine:
     def in_memory(self) -> list[str]:
         return sorted(self.in_memory_tags)
 
+    def hand_back(self) -> None:
+        if self.log_to:
+            ray.get(ray.get_actor(self.log_to).note.remote("hand back", [self.url()]))
+
     def stop(self) -> None:
         self.alive = False
 
@@ -139,6 +144,9 @@ class FakeRouter:
 
     def become(self, **state: Any) -> None:
         vars(self).update(state)
+
+    def note(self, event: str, urls: list[str]) -> None:
+        self.log.append((event, urls))
 
     def history(self) -> list[tuple[str, list[str]]]:
         return self.log

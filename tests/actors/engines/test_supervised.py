@@ -183,12 +183,12 @@ def spread(local_ray: str) -> Iterator[NamedActors]:
     test."""
     resources = ResourcesConfig.model_validate(SPANS)
     actors = NamedActors("spans", resources, str(Path.cwd()))
-    actors.reserve(engines=False)  # a rank's bundle, so that no engine gets it
+    actors.reserve(engines=0)  # a rank's bundle, so that no engine gets it
     filled = placement_group([{"CPU": ray.cluster_resources()["CPU"] - 2}])
     assert filled.wait(60)
     with another_node():
         try:
-            actors.reserve(engines=True)
+            actors.reserve(engines=1)
             yield actors
         finally:
             kill_actors(actors.all_actors())
@@ -261,7 +261,7 @@ async def spanning(
         str(tmp_path / "logs"),
     )
     sender = Pushes(tmp_path / "model", make_model(tmp_path / "other", seed=51))
-    engines = SupervisedEngine.all_of(resources, spread.engine)
+    engines = SupervisedEngine.all_of(resources, spread.engine, [0])
     fleet = Fleet(engines, spread.router, spec, sender, can_send=always, on_router=always)  # type: ignore[arg-type]
     await fleet.open()
     yield fleet, sender

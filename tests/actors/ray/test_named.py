@@ -24,7 +24,7 @@ class Actors:
     def placement(self) -> "Actors":
         return self
 
-    def reserve(self, *, engines: bool) -> None:
+    def reserve(self, *, engines: int) -> None:
         self.started.append("engines fit" if engines else "fits")
 
     def engine(self, number: int, node: int) -> tuple[str, int, int]:
@@ -48,13 +48,13 @@ ENGINES = [("engine", 0, 0), ("engine", 1, 0)]
 @pytest.mark.parametrize(
     ("engines", "on_gpus", "started"),
     [
-        (True, False, ["engines fit", *ENGINES, *RANKS, "conductor"]),
-        (False, False, ["fits", *RANKS, "conductor"]),
-        (True, True, []),
+        (2, False, ["engines fit", *ENGINES, *RANKS, "conductor"]),
+        (0, False, ["fits", *RANKS, "conductor"]),
+        (2, True, []),
     ],
 )
 def test_all_actors_start_except_on_gpus_that_are_not_locked(
-    engines: bool, on_gpus: bool, started: list[Any], monkeypatch: pytest.MonkeyPatch
+    engines: int, on_gpus: bool, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     actors = Actors(on_gpus)
     monkeypatch.setattr(named, "NamedActors", actors)

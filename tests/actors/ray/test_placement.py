@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.ray.layout import engine_names, group_shapes, rank_names, server_devices
@@ -55,7 +57,7 @@ def test_actor_names_contain_the_layout_that_an_actor_keeps_for_life():
         actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2
     )
     assert groups == {"trainer": (2, 1), "engines": (2, 2)}
-    assert (ranks, engines) == (["trainer-0.2", "trainer-1.2"], ["engine-0.2x2", "engine-1.2x2"])
+    assert (ranks, engines) == (["trainer-0.2", "trainer-1.2"], ["engine-0.2", "engine-1.2"])
     with_critic = layout(actor_num_gpus_per_node=2, critic_num_gpus_per_node=1, rollout_num_gpus=4)
     assert with_critic[0] == {"trainer": (2, 1), "engines": (4, 1), "critic": (1, 1)}
     assert with_critic[1] == ["trainer-0.2+1", "trainer-1.2+1", "critic-0.2+1"]
@@ -65,18 +67,18 @@ def test_actor_names_contain_the_layout_that_an_actor_keeps_for_life():
     assert shared == (
         {"shared": (4, 1)},
         ["trainer-0.2@4", "trainer-1.2@4"],
-        ["engine-0.2x2@4", "engine-1.2x2@4"],
+        ["engine-0.2@4", "engine-1.2@4"],
     )
     over_nodes = layout(rollout_num_gpus=8, rollout_num_gpus_per_engine=4, num_gpus_per_node=2)
     assert over_nodes[0]["engines"] == (4, 2), "a bundle for each server, which is on one node"
     assert over_nodes[2] == [
-        "engine-0.2x2x2",
-        "engine-0-1.2x2x2",
-        "engine-1.2x2x2",
-        "engine-1-1.2x2x2",
+        "engine-0.2x2",
+        "engine-0-1.2x2",
+        "engine-1.2x2",
+        "engine-1-1.2x2",
     ]
     external = layout(external_engines=["a:1", "b:1"])
-    assert external == ({"trainer": (1, 1)}, ["trainer-0.1"], ["external-0.2x1", "external-1.2x1"])
+    assert external == ({"trainer": (1, 1)}, ["trainer-0.1"], ["external-0.1", "external-1.1"])
 
 
 def four_gpus_on(*machines: str) -> list[tuple[str, str]]:
@@ -119,7 +121,7 @@ class Process:
 @pytest.fixture
 def placed(local_ray: str) -> Iterator[Placement]:
     placement = Placement("shares", ResourcesConfig(colocate=True, start_timeout_s=60))
-    placement.reserve(engines=True)
+    placement.reserve(engines=1)
     yield placement
     placement.remove()
 
@@ -156,12 +158,12 @@ def test_servers_of_an_engine_that_spans_nodes_use_consecutive_bundles(
         start_timeout_s=60,
     )
     placement = Placement("spanning", resources)
-    placement.reserve(engines=True)
+    placement.reserve(engines=resources.num_engines)
     servers = [(number, node) for number in range(resources.num_engines) for node in range(2)]
     strategies = [placement.engine(*server)["scheduling_strategy"] for server in servers]
     placement.remove()
     assert [strategy.placement_group_bundle_index for strategy in strategies] == list(
-        range(len(servers))
+        range(len(servers)) if colocate else range(2)
     )
 
 
@@ -199,7 +201,7 @@ class Actors(NamedActors):
 def three(local_ray: str) -> Iterator[Actors]:
     """Three running ranks."""
     actors = Actors(3)
-    actors.reserve(engines=False)
+    actors.reserve(engines=0)
     yield actors
     kill_actors(actors.all_actors())
     actors.placement.remove()
@@ -210,7 +212,7 @@ def three(local_ray: str) -> Iterator[Actors]:
 def test_ranks_of_another_layout_end_if_the_new_layout_fits(three: Actors, number: int):
     before = three.pids()
     others = Actors(number)
-    others.reserve(engines=False)
+    others.reserve(engines=0)
     assert others.groups() == [f"rlpipe-moves-trainer-{number}x1"]
     assert len(others.all_actors()) == 0
     assert len({*before, *others.pids()}) == 3 + number
@@ -222,7 +224,7 @@ def test_a_group_whose_creator_was_killed_before_it_was_placed_is_used_by_the_ne
 ):
     Actors(4).placement._create_group("trainer")
     four = Actors(4)
-    four.reserve(engines=False)
+    four.reserve(engines=0)
     assert four.groups() == ["rlpipe-moves-trainer-4x1"]
     assert len(four.pids()) == 4
 
@@ -231,7 +233,7 @@ def test_a_group_whose_creator_was_killed_before_it_was_placed_is_used_by_the_ne
 def test_ranks_stay_if_another_layout_does_not_fit(three: Actors):
     before = three.pids()
     with pytest.raises(ResourceError, match="not enough room"):
-        Actors(9, start_timeout_s=0.5).reserve(engines=False)
+        Actors(9, start_timeout_s=0.5).reserve(engines=0)
     assert three.groups() == ["rlpipe-moves-trainer-3x1"]
     assert three.pids() == before
 
@@ -240,10 +242,52 @@ def test_ranks_stay_if_another_layout_does_not_fit(three: Actors):
 def test_a_process_that_found_the_actors_by_name_can_remove_their_groups(three: Actors):
     before = three.pids()
     again = Actors(3)
-    again.reserve(engines=False)
+    again.reserve(engines=0)
     assert again.pids() == before
     blank = Actors(2)
     kill_actors(blank.all_actors())
     blank.placement.remove()
     assert three.all_actors() == []
     assert three.groups() == []
+
+
+@pytest.mark.integration
+def test_an_engine_that_joins_waits_for_room_and_gives_it_back(local_ray: str):
+    resources = ResourcesConfig(rollout_num_gpus=1, start_timeout_s=60)
+    placement = Placement("grows", resources)
+    placement.reserve(engines=1)
+    try:
+        taken = placement_group([{"CPU": ray.available_resources()["CPU"]}])
+        assert taken.wait(60)
+        assert not placement.reserve_engine(1)
+        remove_placement_group(taken)
+        wait_until(lambda: placement.reserve_engine(1))
+        again = Placement("grows", resources)
+        again.reserve(engines=1, kept_engines=2)
+        assert sorted(again._existing_groups()) == [
+            "rlpipe-grows-engine-0-1x1",
+            "rlpipe-grows-engine-1-1x1",
+            "rlpipe-grows-trainer-1x1",
+        ]
+        assert again.engine(1)["scheduling_strategy"].placement_group_bundle_index == 0
+        placement.release_engine(1)
+        wait_until(lambda: len(again._existing_groups()) == 2)
+    finally:
+        placement.remove()
+
+
+@pytest.mark.integration
+def test_groups_of_engines_that_left_do_not_outlive_the_next_start(local_ray: str):
+    resources = ResourcesConfig(rollout_num_gpus=2, start_timeout_s=60)
+    placement = Placement("shrinks", resources)
+    placement.reserve(engines=2)
+    placement.reserve(engines=1, kept_engines=1)
+    wait_until(lambda: "rlpipe-shrinks-engine-1-1x1" not in placement._existing_groups())
+    placement.remove()
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

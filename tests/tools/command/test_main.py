@@ -15,7 +15,7 @@ from tools import audit
 from tools.bench.__main__ import PARTS
 from tools.bench.shapes import SHAPES
 from tools.bench.training import BASELINES
-from tools.command import completion, parsers
+from tools.command import bench_options, completion, parsers
 from tools.command.main import COMPLETION_VARIABLE, application, options, run
 from tools.command.shared_options import COMMAND
 from tools.command.verbs import VERBS
@@ -92,9 +92,9 @@ def test_every_verb_has_a_module_with_a_main_function_and_a_parser_of_its_name()
 
 def test_the_choices_of_options_are_those_of_the_modules():
     assert list(parsers.AUDITS) == sorted(audit.COMMANDS)
-    assert list(parsers.BENCH_SHAPES) == list(SHAPES)
-    assert list(parsers.BENCH_BASELINES) == list(BASELINES)
-    assert list(parsers.BENCH_PARTS) == list(PARTS)
+    assert list(bench_options.SHAPES) == list(SHAPES)
+    assert list(bench_options.BASELINES) == list(BASELINES)
+    assert list(bench_options.PARTS) == list(PARTS)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -1,4 +1,4 @@
-"""Messages of a rollout (tasks.rollout)."""
+"""Lines about the engines of a run (tasks.engine_reports)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlpipe.config.model import ResourcesConfig
-from tasks.rollout import MOST_SOON_ENDS, SOON_S, EngineReports
+from tasks.engine_reports import CHECK_INTERVAL_S, MOST_SOON_ENDS, SOON_S, EngineReports
 
 
 class Clock:
@@ -17,10 +17,9 @@ class Clock:
         return self.now
 
 
-def run(said: list[str], **resources: Any) -> Any:
-    config = SimpleNamespace(run="mine", resources=ResourcesConfig(**resources))
-    progress = SimpleNamespace(say=said.append)
-    return SimpleNamespace(config=config, progress=progress, directory=Path("/runs/mine"))
+def reporting(said: list[str], clock: Clock | None = None, **resources: Any) -> EngineReports:
+    config: Any = SimpleNamespace(run="mine", resources=ResourcesConfig(**resources))
+    return EngineReports(config, Path("/runs/mine"), said.append, clock or Clock())
 
 
 def engines(*alive: bool) -> list[dict[str, Any]]:
@@ -30,7 +29,7 @@ def engines(*alive: bool) -> list[dict[str, Any]]:
 def test_an_engine_that_ends_and_comes_back_is_reported_once_each():
     said: list[str] = []
     clock = Clock()
-    reports = EngineReports(run(said), clock)
+    reports = reporting(said, clock)
     for alive in (True, False, False):
         reports.show(engines(True, alive))
     clock.now = 63.0
@@ -41,9 +40,31 @@ def test_an_engine_that_ends_and_comes_back_is_reported_once_each():
     ]
 
 
+def test_engines_that_join_wait_and_leave_are_reported_once_each():
+    said: list[str] = []
+    clock = Clock()
+    reports = reporting(said, clock)
+    reports.show(engines(True))
+    waiting = [*engines(True, False), {"number": 2, "alive": False, "waiting": True}]
+    for _ in range(2):
+        reports.show(waiting)
+    clock.now = 20.0
+    reports.show(engines(True, True, False))
+    reports.show(engines(True))
+    reports.show(engines(True))
+    assert said == [
+        "mine: engine 1 joins and is started; 2 engines",
+        "mine: engine 2 waits for room in the Ray cluster",
+        "mine: engine 2 joins and is started; 3 engines",
+        "mine: engine 1 is up (20.0 s)",
+        "mine: engine 1 has left; 1 engine",
+        "mine: engine 2 has left; 1 engine",
+    ]
+
+
 def test_an_external_engine_is_not_started_again():
     said: list[str] = []
-    reports = EngineReports(run(said, external_engines=["http://10.0.0.1:30000"]))
+    reports = reporting(said, external_engines=["http://10.0.0.1:30000"])
     reports.show(engines(False))
     assert said == ["mine: engine 0 does not answer; the run waits for it"]
 
@@ -59,7 +80,7 @@ def end_and_come_back(reports: EngineReports, clock: Clock, times: int, up_s: fl
 
 def test_engines_that_end_after_each_start_without_a_finished_group_fail_the_rollout():
     clock = Clock()
-    reports = EngineReports(run([]), clock)
+    reports = reporting([], clock)
     end_and_come_back(reports, clock, MOST_SOON_ENDS - 1)
     assert reports.trouble() is None
     reports.show(engines(True, False))
@@ -73,10 +94,20 @@ def test_engines_that_end_after_each_start_without_a_finished_group_fail_the_rol
 
 def test_engines_that_end_after_a_while_or_belong_to_others_do_not_fail_the_rollout():
     clock = Clock()
-    reports = EngineReports(run([]), clock)
+    reports = reporting([], clock)
     end_and_come_back(reports, clock, 2 * MOST_SOON_ENDS, up_s=SOON_S + 1)
     assert reports.trouble() is None
-    reports = EngineReports(run([], external_engines=["http://10.0.0.1:30000"]), clock)
+    reports = reporting([], clock, external_engines=["http://10.0.0.1:30000"])
     end_and_come_back(reports, clock, 2 * MOST_SOON_ENDS)
     assert reports.trouble() is None
-    assert EngineReports(run([])).trouble() is None
+    assert reporting([]).trouble() is None
+
+
+def test_engines_are_looked_at_every_two_seconds_of_the_run():
+    clock = Clock()
+    reports = reporting([], clock)
+    assert reports.is_due() and not reports.is_due()
+    clock.now += CHECK_INTERVAL_S / 2
+    assert not reports.is_due()
+    clock.now += CHECK_INTERVAL_S
+    assert reports.is_due()
