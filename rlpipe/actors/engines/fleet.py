@@ -135,10 +135,6 @@ class Fleet:
     def config(self) -> EngineConfig:
         return self.spec.engine
 
-    @property
-    def start_timeout_s(self) -> float:
-        return self.spec.resources.start_timeout_s
-
     async def open(self) -> None:
         """Start engines and router, then their supervisors. Raises: the error of a failed start."""
         await start_engines(self.engines, self.spec)
@@ -290,7 +286,7 @@ class Fleet:
             async with self._sharing.room_to_start() as parts:
                 if parts is None:
                     return
-                await engine.start(self.spec, self.start_timeout_s)
+                await engine.start(self.spec, self.spec.resources.start_timeout_s)
                 await engine.check()
                 # A new server uses all memory; release what this phase does not allow.
                 await engine.set_memory("release_memory", parts.engines)
@@ -335,7 +331,7 @@ class Fleet:
     async def _wait_for_engine(self) -> None:
         """Wait until at least one engine is up. Raises: EngineUnavailable."""
         try:
-            async with asyncio.timeout(self.start_timeout_s):
+            async with asyncio.timeout(self.spec.resources.start_timeout_s):
                 while not await self._any_engine_up():
                     if error := self.trouble():
                         raise error
@@ -346,7 +342,7 @@ class Fleet:
             raise EngineUnavailable(
                 "no engine came up",
                 where="engines",
-                found=f"none within {self.start_timeout_s:g} s",
+                found=f"none within {self.spec.resources.start_timeout_s:g} s",
                 do="see the engines' logs",
             ) from error
 

@@ -78,7 +78,7 @@ class GenerateClient:
         self.gate = self.pool.gate
 
     def move(self, router_url: str, *, max_connections: int) -> None:
-        """Use this router from now on, with at least so many connections at once.
+        """Use this router from now on, with at least this number of connections at once.
 
         Requests that the old router does not answer are sent to the new one.
         """

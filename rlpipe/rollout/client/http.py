@@ -42,7 +42,7 @@ class Connections(httpx.AsyncBaseTransport):
         """Sessions with fewer connections. Their requests finish."""
 
     def grow(self, max_connections: int) -> None:
-        """Allow so many connections for new requests, if that is more than before."""
+        """Allow this number of connections for new requests, if it is larger than before."""
         if max_connections > self._max_connections:
             self._max_connections = max_connections
             if self._session is not None:

@@ -12,13 +12,17 @@ from ray.exceptions import RayActorError
 
 from rlpipe.actors.engines import elastic
 from rlpipe.actors.engines.elastic import FleetSize, requested_engines
+from rlpipe.actors.engines.engine import EngineActor
 from rlpipe.actors.engines.fleet import Fleet
 from rlpipe.config.model import ResourcesConfig
+from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import ResourceError, StoreError
+from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.store.engine_targets import EngineTargets
 from rlpipe.store.objects.files import Files
 from tests.actors.engines.fake_engines import FakeEngine, find_or_start
 from tests.actors.engines.fake_fleet import Trainer, actor, routed, stamps, until, weights
+from tests.live_engine import VOCAB_SIZE, live_engine
 
 pytestmark = pytest.mark.integration
 
@@ -209,3 +213,28 @@ def test_a_start_has_the_requested_engines_of_a_run(targets: EngineTargets, tmp_
     assert requested_engines(config(external_engines=["a:1"]), root) == 1
     without = SimpleNamespace(**{**vars(config()), "needs_engines": False})
     assert requested_engines(without, root) == 0  # type: ignore[arg-type]
+
+
+async def test_an_engine_that_leaves_returns_the_tokens_of_its_requests(
+    request: pytest.FixtureRequest, tmp_path: Path
+):
+    live = live_engine(request.config)
+    leaving = EngineActor(0, str(Path.cwd()))
+    leaving._server = live.server
+    sampling = {"max_new_tokens": 240, "ignore_eos": True}
+    async with (
+        Engine(live.server.url) as engine,
+        GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=30) as client,
+    ):
+        # On any machine one of these waits ends in the middle of the sampling.
+        for wait_s in (0.3, 0.1, 0.2, 0.05, 0.15, 0.02):
+            stop = asyncio.Event()
+            running = asyncio.create_task(client.generate([5, 6], sampling, n=2, stop=stop))
+            await asyncio.sleep(wait_s)
+            stop.set()  # otherwise the client continues the response
+            await asyncio.to_thread(leaving.hand_back)
+            found = await running
+            await engine.continue_()
+            if all(each.finish_reason == "abort" and each.response_ids for each in found):
+                break
+        assert all(0 < len(each.response_ids) < 240 for each in found)
