@@ -38,7 +38,7 @@ PYTEST = $(PYTHON_BIN) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadsco
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm2 train up down report test test-long test-all check fix chaos flat
+.PHONY: help setup demo demo-smollm2 train up down report test test-long test-all check fix chaos spot flat
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ test-all: setup ## every test
 
 chaos: setup ## kill processes of a real run for MINUTES (10), and prove that every batch was trained once
 	@$(PYTHON_BIN) -m tests.soak.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --home $(or $(RLPIPE_HOME),runs)/chaos $(ARGS)
+
+spot: setup ## kill the nodes of engines in turn for MINUTES (20), and prove that nothing is lost
+	@$(PYTHON_BIN) -m tests.soak.spot --minutes $(or $(MINUTES),20) --home $(or $(RLPIPE_HOME),runs)/spot $(ARGS)
 
 flat: setup ## does an undisturbed run of 200 iterations stay as it began?
 	@$(PYTHON_BIN) -m tests.soak.flat --home $(or $(RLPIPE_HOME),runs)/flat $(ARGS)

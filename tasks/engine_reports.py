@@ -60,7 +60,7 @@ class EngineReports:
     def show(self, engines: Sequence[Mapping[str, Any]]) -> None:
         """Print the changes since the last call. `engines`: status of each, as `Fleet.status`."""
         now = self._clock()
-        self._show_members(engines)
+        self._show_members(engines, now)
         for engine in engines:
             if engine.get("waiting"):
                 continue
@@ -78,7 +78,7 @@ class EngineReports:
                 self._soon_ends[number] = ends + 1 if soon else 1
                 self._say(number, self._action(number))
 
-    def _show_members(self, engines: Sequence[Mapping[str, Any]]) -> None:
+    def _show_members(self, engines: Sequence[Mapping[str, Any]], now_s: float) -> None:
         """Print the engines that joined, left or wait for room since the last call."""
         before = self._waiting
         now = {engine["number"]: bool(engine.get("waiting")) for engine in engines}
@@ -97,9 +97,11 @@ class EngineReports:
             elif now[number] and not before.get(number):
                 say("waits for room in the Ray cluster")
             elif not now[number] and before.get(number, True):
-                self._joining.add(number)
-                self._down_since[number] = self._clock()
-                say(f"joins and is started; {size}")
+                is_back = number in self._soon_ends
+                if not is_back:
+                    self._joining.add(number)
+                self._down_since.setdefault(number, now_s)
+                say(f"{'has room again' if is_back else 'joins'} and is started; {size}")
 
     def _say(self, number: int, text: str) -> None:
         self._print(f"{self._config.run}: engine {number} {text}")

@@ -1,6 +1,6 @@
 """Replay a run: train its stored batches again and compare every state.
 
-    rlpipe replay NAME [--home DIR] [--store URL]
+    rlpipe replay NAME [--home DIR] [--store URL] [--ray-address local]
 
 Starts at weight version 0 in a separate trainer (Ray, no engines), and follows warm starts and
 forks. A different state means another kind of machine, other packages, or damaged records. Exit
@@ -24,6 +24,8 @@ from rlpipe.store.run_file import store_of
 from tools.command import parsers
 from tools.piped import piped
 
+AGAIN = "the same command with --ray-address local"
+
 
 def main() -> int:
     """Run the command."""
@@ -33,9 +35,19 @@ def main() -> int:
         files = Files(arguments.store or store_of(home(), arguments.run))
         require_run(files, arguments.run, where=arguments.run)
         home().mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(replay(files, arguments.run, home=home(), on_state=report))
+        result = asyncio.run(
+            replay(
+                files,
+                arguments.run,
+                home=home(),
+                on_state=report,
+                ray_address=arguments.ray_address,
+            )
+        )
     except RlpipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if error.where == "resources.ray_address" and arguments.ray_address is None:
+            print(f"  or:       replay on a Ray of its own: {AGAIN}", file=sys.stderr)
         return 2
     finally:
         disconnect()

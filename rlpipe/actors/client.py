@@ -246,7 +246,8 @@ async def open_cluster(
 
 
 async def _open_conductor(driver: Driver, spec: ClusterSpec) -> ActorHandle:
-    conductor = named.conductor(spec.config.cluster, str(Path.cwd()))
+    resources = spec.config.resources
+    conductor = named.conductor(spec.config.cluster, str(Path.cwd()), resources)
     with ReportedWaits() as waits:
         waits.show(["actors of the run"])
         showing = asyncio.create_task(_show_waits(conductor, waits))

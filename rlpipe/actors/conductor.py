@@ -173,8 +173,7 @@ class Conductor:
     async def engines(self, driver: Driver) -> list[dict[str, Any]]:
         """Return the status of each engine, as `Fleet.status`."""
         self._require_driver(driver)
-        waiting = self._size.waiting() if self._size else []
-        return [*self._state.running_fleet.status(), *waiting]
+        return self._size.status() if self._size else self._state.running_fleet.status()
 
     async def trouble(self, driver: Driver) -> RlpipeError | None:
         """Return an error if no engine can be started, as `Fleet.trouble`."""

@@ -128,6 +128,14 @@ class ResourcesConfig(Config):
     num_gpus_per_node: int = Tuning(default=8, ge=1, le=MOST_GPUS)
     """Most GPUs of one engine on one node. A larger engine uses this number on each of several
     nodes. Set it if your nodes do not have 8 GPUs."""
+    trainer_labels: dict[str, str] = Tuning(default_factory=dict)
+    """Labels of the Ray nodes for trainer ranks and for the processes without a GPU, such as
+    `{ray.io/market-type: on-demand}` (`ray start --labels`). `{}`: any node. Values may be
+    conditions of Ray, such as `in(h100,h200)` or `!spot`."""
+    engine_labels: dict[str, str] = Tuning(default_factory=dict)
+    """The same for engines that the run starts, such as `{ray.io/market-type: spot}`. If a node
+    vanishes, its engines wait for room on another such node, and the run continues with the rest.
+    On shared GPUs engines are where the trainer is."""
     external_engines: tuple[Address, ...] = Tuning(())
     """Addresses of SGLang servers (0.5.15 or later) that others start and end. The run then starts
     no engines and does not use rollout_num_gpus. `[]`: the run starts its own engines.
@@ -283,6 +291,11 @@ class ResourcesConfig(Config):
                 f"rollout_num_gpus_per_engine ({self.rollout_num_gpus_per_engine}) is larger than "
                 f"one node, so it must be a multiple of num_gpus_per_node "
                 f"({self.num_gpus_per_node}); set num_gpus_per_node to the GPUs of your nodes"
+            )
+        if self.engine_labels and (self.shares_gpus or self.external_engines):
+            raise ValueError(
+                "engine_labels: the run places no engines of its own, as they are external or on "
+                "the trainer's GPUs; remove the key, or use trainer_labels"
             )
         if self.shares_gpus:
             self._check_colocated_engines()

@@ -62,6 +62,22 @@ def test_engines_that_join_wait_and_leave_are_reported_once_each():
     ]
 
 
+def test_an_engine_whose_node_vanished_has_room_again():
+    said: list[str] = []
+    clock = Clock()
+    reports = reporting(said, clock)
+    gone = [*engines(True), {"number": 1, "alive": False, "waiting": True}]
+    for status in (engines(True, True), engines(True, False), gone):
+        reports.show(status)
+    clock.now = 30.0
+    reports.show(engines(True, True))
+    assert said[1:] == [
+        "mine: engine 1 waits for room in the Ray cluster",
+        "mine: engine 1 has room again and is started; 2 engines",
+        "mine: engine 1 is back (30.0 s)",
+    ]
+
+
 def test_an_external_engine_is_not_started_again():
     said: list[str] = []
     reports = reporting(said, external_engines=["http://10.0.0.1:30000"])

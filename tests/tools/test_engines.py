@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tools import engines
 Tool = Callable[..., int]
 
 
-def run_of(home: Path, **sections: object) -> Files:
+def run_of(home: Path, **sections: Any) -> Files:
     files = Files(home / "store")
     History(files, configuration(home, **sections)).iterate(1)
     return files

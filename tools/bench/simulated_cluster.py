@@ -168,7 +168,7 @@ class NoBundles(Placement):
         super().__init__(cluster, resources)
         self.on_gpus = True
 
-    def reserve(self, *, engines: bool, kill_others: Any = None) -> None:
+    def reserve(self, *, engines: int, kept_engines: int = 0, kill_others: Any = None) -> None:
         """Do nothing."""
 
 
@@ -179,7 +179,7 @@ class SimulatedActors(named.NamedActors):
         super().__init__(cluster, resources, cwd)
         self.placement = NoBundles(cluster, resources)
 
-    def reserve(self, *, engines: bool) -> None:
+    def reserve(self, *, engines: int, kept_engines: int = 0) -> None:
         """Do nothing."""
 
     def trainer(self, rank: int) -> Any:
@@ -227,7 +227,7 @@ def measured_actors(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return name → `measured` of every counting actor of a run. Not for an event loop's thread."""
     cwd = str(Path.cwd())
     actors = SimulatedActors(config.cluster, config.resources, cwd).all_actors()
-    actors.append(named.conductor(config.cluster, cwd))
+    actors.append(named.conductor(config.cluster, cwd, config.resources))
     calls = [actor.measured.remote() for actor in actors if hasattr(actor, "measured")]
     answers = asyncio.run(gather(calls, where="bench scale", deadline_s=CALL_TIMEOUT_S))
     return {answer["name"]: answer for answer in answers}

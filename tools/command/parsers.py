@@ -244,6 +244,9 @@ def replay() -> argparse.ArgumentParser:
     add_run(parser)
     add_home(parser)
     add_store(parser, "the store of the run's start")
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="Ray to use (default: the run's); local: a new one"
+    )
     parser.add_argument("--json", help="write all digests to this file")
     return parser
 

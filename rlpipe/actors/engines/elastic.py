@@ -79,9 +79,17 @@ class FleetSize:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def waiting(self) -> list[dict[str, Any]]:
-        """Return the status of engines that wait for room, as `Fleet.status`."""
-        return [{"number": number, "waiting": True, **NOT_RUNNING} for number in self._waiting]
+    def status(self) -> list[dict[str, Any]]:
+        """Return the status of all engines, as `Fleet.status`. Those without room in the Ray
+        cluster have `waiting`."""
+        members = self._fleet.status()
+        numbers = {status["number"] for status in members}
+        joining = [{"number": n, **NOT_RUNNING} for n in self._waiting if n not in numbers]
+        waiting = set(self._waiting)
+        return [
+            {**status, "waiting": not status["alive"] and status["number"] in waiting}
+            for status in [*members, *joining]
+        ]
 
     async def _follow(self) -> None:
         while True:
@@ -98,6 +106,7 @@ class FleetSize:
         wanted = self._target.of(configured) if self._target else configured
         has_left = await self._remove_from(wanted)
         has_joined = await self._add_up_to(wanted)
+        self._waiting += await self._without_node()
         if has_left or has_joined:
             await self._on_change()
 
@@ -127,6 +136,14 @@ class FleetSize:
             else:
                 self._fleet.join(engine)
         return len(self._waiting) < len(missing)
+
+    async def _without_node(self) -> list[int]:
+        """Return the engines whose node vanished. Ray places them again once it has room."""
+        down = [each.number for each in self._fleet.engines if each.url is None]
+        placed = await asyncio.to_thread(
+            lambda: [self._actors.placement.reserve_engine(number) for number in down]
+        )
+        return [number for number, is_placed in zip(down, placed, strict=True) if not is_placed]
 
     def _placed_engine(self, number: int) -> SupervisedEngine | None:
         """Return an engine with its actors, or None while Ray has no room for them."""

@@ -8,7 +8,9 @@ a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -133,11 +135,24 @@ def engine_group(number: int) -> str:
     return f"engine-{number}"
 
 
+def labels_of(resources: ResourcesConfig, use: str) -> dict[str, str]:
+    """Return the labels of the nodes for a placement group."""
+    is_of_engine = use.startswith("engine-") and not resources.shares_gpus
+    return resources.engine_labels if is_of_engine else resources.trainer_labels
+
+
+def labels_suffix(labels: Mapping[str, str]) -> str:
+    """Return a part of names that differs for other labels; "" without labels."""
+    text = json.dumps(labels, sort_keys=True)
+    return f"~{hashlib.sha256(text.encode()).hexdigest()[:6]}" if labels else ""
+
+
 def rank_names(resources: ResourcesConfig) -> list[str]:
     """Return actor names of the policy's ranks, then of the critic's own ranks."""
     policy = resources.trainer_ranks
     critic = resources.critic_ranks
     layout = f"{policy}" + (f"+{critic}" if critic else "") + _shared_suffix(resources)
+    layout += labels_suffix(resources.trainer_labels)
     return [f"trainer-{rank}.{layout}" for rank in range(policy)] + [
         f"critic-{rank}.{layout}" for rank in range(critic)
     ]
@@ -158,6 +173,7 @@ def engine_name(resources: ResourcesConfig, number: int, node: int) -> str:
     kind = "external" if resources.external_engines else "engine"
     nodes = f"{resources.engine_nodes}x" if resources.engine_nodes > 1 else ""
     layout = f"{nodes}{resources.engine_gpus_per_node}{_shared_suffix(resources)}"
+    layout += labels_suffix(labels_of(resources, engine_group(number)))
     return f"{kind}-{number}{f'-{node}' if node else ''}.{layout}"
 
 

@@ -38,7 +38,7 @@ def namespace(cluster: str) -> str:
     return f"rlpipe-{cluster}"
 
 
-def conductor(cluster: str, cwd: str) -> ActorHandle:
+def conductor(cluster: str, cwd: str, resources: ResourcesConfig) -> ActorHandle:
     """Find or start the conductor of a cluster."""
 
     def actor_class() -> type:
@@ -47,7 +47,7 @@ def conductor(cluster: str, cwd: str) -> ActorHandle:
         return Conductor
 
     # no CPU: it only waits for other actors, and must start on a full cluster
-    options = {"num_cpus": 0, "max_concurrency": CONDUCTOR_CALLS}
+    options = {**_without_gpu(resources), "max_concurrency": CONDUCTOR_CALLS}
     return find_or_start(
         actor_class, CONDUCTOR, namespace(cluster), (cluster, cwd), lambda: options
     )
@@ -125,13 +125,17 @@ class NamedActors:
         from rlpipe.actors.engines.engine import RouterActor
 
         return find_or_start(
-            lambda: RouterActor, ROUTER, self._namespace, (self._cwd,), lambda: {"num_cpus": 0}
+            lambda: RouterActor,
+            ROUTER,
+            self._namespace,
+            (self._cwd,),
+            lambda: _without_gpu(self._resources),
         )
 
     def generator(self) -> ActorHandle:
         from rlpipe.actors.generator import Generator
 
-        options = {"num_cpus": 0, "max_concurrency": GENERATOR_CALLS}
+        options = {**_without_gpu(self._resources), "max_concurrency": GENERATOR_CALLS}
         return find_or_start(
             lambda: Generator, GENERATOR, self._namespace, (self._cwd,), lambda: options
         )
@@ -154,8 +158,16 @@ def begin_actors(
     started = [actors.engine(number, node) for number, node in servers]
     for rank, _ in enumerate(rank_names(resources)):
         actors.trainer(rank)
-    conductor(cluster, cwd)
+    conductor(cluster, cwd, resources)
     return started
+
+
+def _without_gpu(resources: ResourcesConfig) -> dict[str, Any]:
+    """Return Ray options of an actor without a GPU. It runs on nodes that stay, as the ranks do."""
+    options: dict[str, Any] = {"num_cpus": 0}
+    if resources.trainer_labels:
+        options["label_selector"] = resources.trainer_labels
+    return options
 
 
 def find_or_start(

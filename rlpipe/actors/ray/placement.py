@@ -40,6 +40,8 @@ from rlpipe.actors.ray.layout import (
     engine_group,
     engine_shape,
     group_shapes,
+    labels_of,
+    labels_suffix,
     server_devices,
 )
 from rlpipe.config.model import ResourcesConfig
@@ -148,7 +150,7 @@ class Placement:
             found=f"{total:g} {self._kind}s, of which {free:g} are free; "
             f"placement groups that hold some: {placed_groups() or 'none'}",
             expected="; ".join(
-                f"{bundles} × {width} {self._kind}s for the {use}"
+                f"{bundles} × {width} {self._kind}s for the {use}{self._on_nodes(use)}"
                 for use, (bundles, width) in self._shapes.items()
             ),
             do="ask for fewer ranks or engines; put both onto the same GPUs with "
@@ -157,6 +159,11 @@ class Placement:
             "resources.num_gpus_per_node; a failed run keeps its bundles for "
             "resources.keep_idle_s: start it again and let it end, or cancel it",
         )
+
+    def _on_nodes(self, use: str) -> str:
+        labels = labels_of(self.resources, engine_group(0) if use == ENGINES else use)
+        pairs = ", ".join(f"{key}: {value}" for key, value in labels.items())
+        return f" on nodes with the labels {pairs}" if pairs else ""
 
     def trainer(self, rank: int) -> dict[str, Any]:
         """Return Ray options of a rank. Numbers of the critic's own ranks follow the policy's."""
@@ -207,7 +214,8 @@ class Placement:
 
     def _name(self, use: str) -> str:
         bundles, width = self._shape(use)
-        return f"rlpipe-{self.cluster}-{use}-{bundles}x{width}"
+        suffix = labels_suffix(labels_of(self.resources, use))
+        return f"rlpipe-{self.cluster}-{use}-{bundles}x{width}{suffix}"
 
     def _uses(self, engines: int) -> list[str]:
         """Return the uses of this layout's groups, with this number of engines."""
@@ -223,7 +231,7 @@ class Placement:
         if self.cluster is None:
             return {}
         pattern = re.compile(
-            rf"rlpipe-{re.escape(self.cluster)}-(trainer|engine-\d+|shared|critic)-\d+x\d+"
+            rf"rlpipe-{re.escape(self.cluster)}-(trainer|engine-\d+|shared|critic)-\d+x\d+(~\w+)?"
         )
         rows = [
             row
@@ -241,6 +249,8 @@ class Placement:
         if self.cluster is not None:
             options = {"name": self._name(use), "lifetime": "detached"}
         bundles = [{self._kind: float(width)}] * num_bundles
+        if labels := labels_of(self.resources, use):
+            options["bundle_label_selector"] = [labels] * num_bundles
         # PACK places as many bundles as possible on one node
         return placement_group(bundles, strategy="PACK", **options)
 

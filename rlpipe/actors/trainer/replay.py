@@ -101,22 +101,33 @@ async def replay(
     *,
     home: Path,
     on_state: Callable[[ComparedState], None],
+    ray_address: str | None = None,
     **options: Any,
 ) -> Replay:
     """Train all batches of a branch again.
 
-    `on_state` is called for every state; `options` are Ray options of the ranks. Raises:
-    ObjectMissing, ObjectCorrupt, DataError if the history is incomplete; errors of the trainer.
+    `on_state` is called for every state. `ray_address`: the Ray to use; None: the run's, `local`:
+    one of this process. `options` are Ray options of the ranks. Raises: ObjectMissing,
+    ObjectCorrupt, DataError if the history is incomplete; errors of the trainer.
     """
     result = Replay(branch)
     for span in history_spans(files, branch):
+        config = _on_ray(span.config, ray_address)
         async with standalone_trainer(
-            span.config, files, home=home, name=f"replay-{branch}", options=options
+            config, files, home=home, name=f"replay-{branch}", options=options
         ) as trainer:
             await _SpanReplay(files, trainer, span, result, on_state).run()
         if not result.equal:
             break  # later states follow from the different one
     return result
+
+
+def _on_ray(config: RunConfig, address: str | None) -> RunConfig:
+    """Return the configuration with another Ray, whose nodes may have other labels."""
+    if address is None:
+        return config
+    other = {"ray_address": None if address == "local" else address, "trainer_labels": {}}
+    return config.model_copy(update={"resources": config.resources.model_copy(update=other)})
 
 
 def history_spans(files: Files, branch: str) -> list[Span]:

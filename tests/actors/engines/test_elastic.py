@@ -85,6 +85,10 @@ def numbers(fleet: Fleet) -> list[int]:
     return [engine.number for engine in fleet.engines]
 
 
+def waiting(size: FleetSize) -> list[int]:
+    return [status["number"] for status in size.status() if status["waiting"]]
+
+
 async def test_engines_that_join_get_the_weights_before_requests(
     size: FleetSize, fleet: Fleet, trainer: Trainer, targets: EngineTargets, changes: list[int]
 ):
@@ -131,10 +135,10 @@ async def test_an_engine_without_room_waits_and_joins_later(
     targets.request("run", 5, configured=CONFIGURED)
     await size.adjust()
     assert numbers(fleet) == [0, 1, 2] and changes == [3]
-    assert [(one["number"], one["alive"]) for one in size.waiting()] == [(3, False), (4, False)]
+    assert waiting(size) == [3, 4]
     actors.room = 5
     await size.adjust()
-    assert numbers(fleet) == [0, 1, 2, 3, 4] and size.waiting() == []
+    assert numbers(fleet) == [0, 1, 2, 3, 4] and waiting(size) == []
     targets.request("run", 2, configured=CONFIGURED)
     await size.adjust()
     assert numbers(fleet) == [0, 1] and actors.reserved == set()
@@ -149,7 +153,21 @@ async def test_an_engine_that_waits_gives_up_its_place_when_it_is_not_wanted_any
     assert actors.reserved == {2}
     targets.request("run", 2, configured=CONFIGURED)
     await size.adjust()
-    assert actors.reserved == set() and size.waiting() == [] and numbers(fleet) == [0, 1]
+    assert actors.reserved == set() and waiting(size) == [] and numbers(fleet) == [0, 1]
+
+
+async def test_an_engine_whose_node_vanished_waits_until_ray_has_placed_it_again(
+    size: FleetSize, fleet: Fleet, actors: Actors
+):
+    await size.adjust()
+    assert waiting(size) == []
+    actors.room = 1
+    await fleet.engines[1].stop()
+    await size.adjust()
+    assert waiting(size) == [1] and numbers(fleet) == [0, 1]
+    actors.room = 2
+    await size.adjust()
+    assert waiting(size) == []
 
 
 async def test_requests_are_followed_although_the_store_or_ray_fails_for_a_while(
@@ -174,7 +192,7 @@ async def test_requests_are_followed_although_the_store_or_ray_fails_for_a_while
     size.begin()
 
     async def waits() -> bool:
-        return len(size.waiting()) == 1
+        return waiting(size) == [2]
 
     async def joined() -> bool:
         return numbers(fleet) == [0, 1, 2]

@@ -35,7 +35,7 @@ class Actors:
     def trainer(self, rank: int) -> None:
         self.started.append(("rank", rank))
 
-    def conductor(self, cluster: str, cwd: str) -> None:
+    def conductor(self, cluster: str, cwd: str, resources: ResourcesConfig) -> None:
         assert (cluster, cwd) == (self.cluster, "here")
         self.started.append("conductor")
 

@@ -81,6 +81,16 @@ def test_actor_names_contain_the_layout_that_an_actor_keeps_for_life():
     assert external == ({"trainer": (1, 1)}, ["trainer-0.1"], ["external-0.1", "external-1.1"])
 
 
+def test_actors_on_nodes_with_other_labels_have_other_names():
+    plain = layout()
+    labelled = layout(trainer_labels={"kind": "reserved"}, engine_labels={"kind": "spot"})
+    assert labelled[0] == plain[0]
+    assert labelled[1][0].startswith("trainer-0.1~") and labelled[2][0].startswith("engine-0.1~")
+    assert labelled[1][0][-6:] != labelled[2][0][-6:]
+    shared = layout(colocate=True, trainer_labels={"kind": "reserved"})
+    assert shared[1][0][-6:] == shared[2][0][-6:] == labelled[1][0][-6:]
+
+
 def four_gpus_on(*machines: str) -> list[tuple[str, str]]:
     """(machine, GPU) of four GPUs of each machine."""
     return [(machine, str(gpu)) for machine in machines for gpu in range(4)]
@@ -274,6 +284,18 @@ def test_an_engine_that_joins_waits_for_room_and_gives_it_back(local_ray: str):
         wait_until(lambda: len(again._existing_groups()) == 2)
     finally:
         placement.remove()
+
+
+@pytest.mark.integration
+def test_without_nodes_of_the_labels_there_is_no_room(local_ray: str):
+    resources = ResourcesConfig(engine_labels={"kind": "spot"}, start_timeout_s=0.5)
+    placement = Placement("labelled", resources)
+    with pytest.raises(ResourceError) as caught:
+        placement.reserve(engines=1)
+    assert str(caught.value.expected) == (
+        "1 × 1 CPUs for the trainer; 1 × 1 CPUs for the engines on nodes with the labels kind: spot"
+    )
+    assert placement._existing_groups() == {}
 
 
 @pytest.mark.integration

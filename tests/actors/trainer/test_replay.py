@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.actors.trainer.replay import ComparedState, history_spans, replay
+from rlpipe.actors.trainer.replay import ComparedState, _on_ray, history_spans, replay
+from rlpipe.config.load import validate_stored
+from rlpipe.errors import ResourceError
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
 from tests.actors.trainer.trained import OTHER_CPU, configuration, tiny_model, trained
@@ -109,3 +112,23 @@ def test_a_history_has_one_span_per_configuration(home: Path):
     assert run.first_state == run.init
     assert run.next_first_state is None
     assert files.exists(f"nodes/checkpoint/{checkpoint_inputs(warm.trains[-1].digest).digest}.json")
+
+
+def test_a_replay_runs_on_another_ray_than_the_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    config = validate_stored(Branches(Files(home / "store")).get("warm").config)
+    there = {"ray_address": "127.0.0.1:1", "trainer_labels": {"kind": "reserved"}}
+    of_cluster = config.model_copy(update={"resources": config.resources.model_copy(update=there)})
+    assert _on_ray(of_cluster, None) == of_cluster
+    assert _on_ray(of_cluster, "local") == config
+    assert _on_ray(of_cluster, "b:2").resources.ray_address == "b:2"
+
+    async def unreachable(*_: object, **__: object) -> None:
+        raise ResourceError("Ray cannot be reached", where="resources.ray_address")
+
+    monkeypatch.setattr(tool, "replay", unreachable)
+    monkeypatch.setattr(tool, "disconnect", lambda: None)
+    monkeypatch.setattr("sys.argv", ["replay", "--run", "warm", "--home", str(home)])
+    assert tool.main() == 2
+    assert tool.AGAIN in capsys.readouterr().err

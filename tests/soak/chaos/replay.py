@@ -22,6 +22,7 @@ def replay_branch(files: Files, branch: str, home: Path) -> Replay:
         result = Path(folder) / "states.json"
         where = ["--home", str(home / "replay"), "--store", files.root, "--json", str(result)]
         command = [sys.executable, "-m", "tools.replay", "--run", branch, *where]
+        command += ["--ray-address", "local"]  # the run's may have ended
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not result.is_file():
             raise RuntimeError(f"the replay ended with {done.returncode}: {done.stderr[-2000:]}")
