@@ -127,6 +127,7 @@ TUNING = {
     "resources": (
         "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
         "rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node external_engines "
+        "trainer_labels engine_labels "
         "colocate offload_train offload_rollout cluster ray_address exclusive_gpus keep_idle_s "
         "threads_per_process start_timeout_s import_timeout_s stop_grace_s"
     ),
