@@ -13,6 +13,18 @@ from rlpipe.algorithms.importance import LARGEST_LOG_RATIO
 from rlpipe.batch.build import Batch
 from rlpipe.batch.columns import BatchColumns
 
+PERCENTILES = (50, 90, 99)
+"""Percentiles of the response lengths that are metrics."""
+GRAM = 4
+"""Tokens of the n-grams of `repetition_ratios`."""
+REPETITION_WINDOW = 1024
+"""Tokens at the end of a response that are searched. A loop does not end before the response."""
+REPETITION_SAMPLES = 1024
+"""Most responses that are searched, so that a large batch costs no more than 20 ms."""
+HASH_FACTOR = np.uint32(0x9E3779B1)
+SHORTEST_LOOP = 128
+LOOP_RATIO = 0.9
+
 
 def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
     """Return rewards, lengths, staleness, and the difference between engine and trainer.
@@ -21,11 +33,8 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
     trainer differ by rounding. `train/train_rollout_logprob_abs_diff` covers all tokens and
     includes the change of the weights since.
     """
-    lengths = columns.response_lengths
-    metrics = {
-        "rollout/response_len/mean": float(lengths.mean()),
-        "rollout/response_len/max": float(lengths.max()),
-    }
+    metrics = length_metrics(columns.response_lengths)
+    metrics |= repetition_metrics(columns)
     metrics |= staleness_metrics(batch, columns.loss_mask)
     if columns.advantages is not None:
         metrics["rollout/raw_reward"] = float(batch.rewards.mean())
@@ -33,6 +42,69 @@ def batch_metrics(batch: Batch, columns: BatchColumns) -> dict[str, float]:
     metrics |= column_means(columns)
     metrics |= proximal_metrics(columns, batch.staleness)
     return metrics
+
+
+def length_metrics(lengths: np.ndarray) -> dict[str, float]:
+    """Return mean, maximum and percentiles of the response lengths. Shapes: lengths [N]."""
+    values = np.percentile(lengths, PERCENTILES)
+    return {
+        "rollout/response_len/mean": float(lengths.mean()),
+        "rollout/response_len/max": float(lengths.max()),
+        **{
+            f"rollout/response_len/p{percentile}": float(value)
+            for percentile, value in zip(PERCENTILES, values, strict=True)
+        },
+    }
+
+
+def repetition_metrics(columns: BatchColumns) -> dict[str, float]:
+    """Return the mean of `repetition_ratios`, and the share of responses that are mostly repeated.
+
+    Of a batch with more than `REPETITION_SAMPLES` responses, every second, third ... one counts.
+
+    A response is mostly repeated if it has at least `SHORTEST_LOOP` tokens and a ratio of at least
+    `LOOP_RATIO`. slime's `repetition_frac` has the same meaning with another measure: zlib
+    compresses the last 10,000 characters to less than a tenth.
+    """
+    chosen = slice(None, None, -(-len(columns) // REPETITION_SAMPLES))
+    lengths = columns.response_lengths[chosen]
+    ratios = repetition_ratios(columns.tokens, columns.offsets[1:][chosen], lengths)
+    loops = (ratios >= LOOP_RATIO) & (lengths >= SHORTEST_LOOP)
+    return {
+        "rollout/repetition_ratio": float(ratios.mean()),
+        "rollout/repetition_frac": float(loops.mean()),
+    }
+
+
+def repetition_ratios(tokens: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the share of each response's 4-grams of tokens that occurred before in the response.
+
+    1 - distinct 4-grams / all 4-grams, of the last `REPETITION_WINDOW` tokens; 0 without a 4-gram.
+
+    Shapes: tokens [S]; ends [N], end of each response in them; lengths [N]; returns [N] float64.
+    Source: seq-rep-n, arXiv 1908.04319 section 3, over a window.
+    """
+    lengths = np.minimum(lengths, REPETITION_WINDOW)
+    width = max(int(lengths.max(initial=0)), GRAM)
+    tails = np.zeros((len(lengths), width), np.uint32)
+    for tail, length, end in zip(tails, lengths.tolist(), ends.tolist(), strict=True):
+        if length:
+            tail[-length:] = tokens[end - length : end]
+    # Two different 4-grams have the same hash once in 2^32 pairs. Four tokens 0 must not have the
+    # hash of the places without a 4-gram, which is 0.
+    tails += np.uint32(1)
+    hashes = tails[:, : 1 - GRAM].copy()
+    for shift in range(1, GRAM):
+        hashes *= HASH_FACTOR
+        hashes += tails[:, shift : width - GRAM + 1 + shift]
+    num_grams = np.maximum(lengths - GRAM + 1, 0)
+    unused = hashes.shape[1] - num_grams
+    hashes[np.arange(hashes.shape[1]) < unused[:, None]] = 0
+    hashes.sort(axis=1)
+    equal = (hashes[:, 1:] == hashes[:, :-1]).sum(axis=1)
+    # The places before a short response hold equal hashes.
+    repeated = equal - np.maximum(unused - 1, 0)
+    return np.clip(repeated / np.maximum(num_grams, 1), 0.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -240,7 +240,7 @@ class Reprocessor:
                 [sample for group in groups.values() for sample in group], progress
             )
             return {
-                "outputs": reward_outputs(rows),
+                "outputs": reward_outputs(rows, self._config.evaluation.datasets),
                 "files": [write_rewards(self._files, judging.digest, rows)],
             }
 
@@ -304,7 +304,7 @@ class Reprocessor:
             if path := self._config.reward.custom_reward_post_process_path:
                 rows = await asyncio.to_thread(post_process, path, self._args, samples, rows)
             return {
-                "outputs": reward_outputs(rows),
+                "outputs": reward_outputs(rows, self._config.evaluation.datasets),
                 "files": [write_rewards(self._files, inputs.digest, rows)],
             }
 

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from rlpipe.config.data import (
+    EvalDataset,
     MathReward,
     NoReward,
     RewardConfig,
@@ -25,6 +26,7 @@ from rlpipe.config.data import (
     RuleReward,
 )
 from rlpipe.errors import DeadlineExceeded, RewardError, one_line
+from rlpipe.observe.pass_rates import pass_rate_metrics, training_threshold
 from rlpipe.rewards.scorer import Scorer
 from rlpipe.rewards.workers import LoopWorker, Outcome, ProcessWorker, ThreadWorker, Worker
 from rlpipe.types import Sample, Status
@@ -104,15 +106,22 @@ async def score(
     return rows
 
 
-def reward_outputs(rows: Sequence[RewardRow]) -> dict[str, Any]:
-    """Return the outputs of a reward node: numbers of scored rows and errors, and the mean reward.
+def reward_outputs(rows: Sequence[RewardRow], datasets: Sequence[EvalDataset]) -> dict[str, Any]:
+    """Return the outputs of a reward node: numbers of scored rows and errors, mean reward, metrics.
 
-    The mean is absent if no row was scored.
+    The mean is absent if no row was scored. `datasets`: held-out sets, as `training_threshold`.
     """
     rewards = [row.reward for row in rows if row.reward is not None]
     errors = sum(row.error is not None for row in rows)
     outputs: dict[str, Any] = {"scored": len(rewards), "errors": errors}
-    outputs["metrics"] = {"rollout/reward_error_ratio": errors / max(1, len(rows))}
+    outputs["metrics"] = {
+        "rollout/reward_error_ratio": errors / max(1, len(rows)),
+        **pass_rate_metrics(
+            [row.group_id for row in rows],
+            [row.reward for row in rows],
+            training_threshold(datasets),
+        ),
+    }
     return {**outputs, "mean": statistics.fmean(rewards)} if rewards else outputs
 
 

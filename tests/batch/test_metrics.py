@@ -1,4 +1,4 @@
-"""Metrics of a batch from sums of its samples (rlpipe.batch.metrics)."""
+"""Metrics of a batch before it is trained (rlpipe.batch.metrics)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlpipe.batch import metrics as metrics_module
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.metrics import ProximalSums, proximal_metrics
+from rlpipe.batch.metrics import (
+    ProximalSums,
+    length_metrics,
+    proximal_metrics,
+    repetition_metrics,
+    repetition_ratios,
+)
 
 MASK = [[1, 1], [0], [1, 0, 1]]
 
@@ -73,3 +80,58 @@ def test_metrics_are_means_over_the_tokens_that_count():
     masked = columns.with_columns(loss_mask=np.zeros(6, np.float32))
     assert proximal_metrics(masked, None) == {}
     assert proximal_metrics(columns.with_columns(proximal_log_probs=None), None) == {}
+
+
+def repeated_by_loop(response: list[int]) -> float:
+    """Return the share of 4-grams that occurred before, of the last 1024 tokens."""
+    tail = response[-1024:]
+    seen: set[tuple[int, ...]] = set()
+    repeated = 0
+    grams = [tuple(tail[start : start + 4]) for start in range(len(tail) - 3)]
+    for gram in grams:
+        repeated += gram in seen
+        seen.add(gram)
+    return repeated / len(grams) if grams else 0.0
+
+
+@given(st.integers(0, 10**6), st.sampled_from([2, 3, 40]), st.integers(1, 3000))
+def test_the_repetition_ratio_counts_the_4_grams_that_occurred_before(
+    seed: int, vocabulary: int, longest: int
+):
+    random = np.random.default_rng(seed)
+    lengths = [0, 1, 3, 4, 5, *random.integers(0, longest + 1, 4).tolist()]
+    responses = [random.integers(0, vocabulary, length).tolist() for length in lengths]
+    columns = BatchColumns.from_lists([[7, 8, 9]] * len(responses), responses)
+    found = repetition_ratios(columns.tokens, columns.offsets[1:], columns.response_lengths)
+    np.testing.assert_allclose(found, [repeated_by_loop(response) for response in responses])
+
+
+def test_a_response_is_mostly_repeated_if_it_is_long_and_a_loop():
+    varied = list(range(300))
+    responses = [varied, [1, 2, 3] * 100, [1, 2, 3] * 10, varied + [5, 6] * 512]
+    columns = BatchColumns.from_lists([[1]] * 4, responses)
+    metrics = repetition_metrics(columns)
+    assert metrics["rollout/repetition_frac"] == 0.5
+    expected = np.mean([repeated_by_loop(response) for response in responses])
+    assert metrics["rollout/repetition_ratio"] == pytest.approx(expected)
+
+
+def test_repetition_of_a_large_batch_is_that_of_evenly_spread_samples(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(metrics_module, "REPETITION_SAMPLES", 3)
+    responses = [list(range(10)), [1] * 20, [1, 2] * 10, [3] * 9, [4] * 7, [5] * 8, [6] * 6]
+    columns = BatchColumns.from_lists([[1]] * 7, responses)
+    expected = np.mean([repeated_by_loop(response) for response in responses[::3]])
+    assert repetition_metrics(columns)["rollout/repetition_ratio"] == pytest.approx(expected)
+
+
+def test_percentiles_of_lengths_are_numpys():
+    lengths = np.array([3, 1, 200, 17, 17, 90])
+    assert length_metrics(lengths) == {
+        "rollout/response_len/mean": pytest.approx(lengths.mean()),
+        "rollout/response_len/max": 200.0,
+        "rollout/response_len/p50": pytest.approx(np.median(lengths)),
+        "rollout/response_len/p90": pytest.approx(145.0),  # 90 + 0.5 × (200 - 90)
+        "rollout/response_len/p99": pytest.approx(194.5),
+    }
