@@ -23,12 +23,11 @@ import torch
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ResourceError
+from rlpipe.observe.flops import peak_flops
 from tools.bench.bench import Bench
 from tools.bench.measures import Row, alternate
 from tools.bench.shapes import trained_batch
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bfloat16 FLOP/s by a part of the device name."""
 BASELINES = {
     "hf": {"recompute": True, "master": False},
     "hf-no-recompute": {"recompute": False, "master": False},
@@ -210,7 +209,7 @@ def compared(
     flops = bench.shape.forward_flops(batch.lengths, batch.response_lengths)
     length = f"{'up to ' if ragged else ''}{batch.lengths.max()} tokens"
     note = f"{bench.name}, {len(batch)} samples of {length}"
-    peak = peak_flops()
+    peak = peak_flops(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
     def row(what: str, unit: str, value, note: str = "") -> Row:
         return Row(
@@ -240,9 +239,3 @@ def compared(
             "train", "state digest", "s", digest, note="of all weights and moments, after the steps"
         ),
     ]
-
-
-def peak_flops() -> float | None:
-    """Return the peak FLOP/s of this GPU, if known."""
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)

@@ -1,4 +1,4 @@
-"""Profile trainer ranks: torch's profiler and the history of CUDA memory.
+"""Measure and profile trainer ranks: seconds, GPU use, torch's profiler, history of CUDA memory.
 
 The `observe` section selects iterations, ranks and parts of the work. Files are
 `<work_dir>/profile/<part>-<iteration>-rank<rank>.json.gz` and
@@ -11,7 +11,10 @@ Entry points: `profiled`, `check_profiling`.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +23,7 @@ from torch.profiler import profile
 
 from rlpipe.config.observe import ObserveConfig
 from rlpipe.errors import ConfigError
+from rlpipe.system.gpus import GpuReader, GpuReading, GpuWatch
 
 ProfiledPart = Literal["train_actor", "train_log_probs"]
 OVERALL = "train_overall"
@@ -27,13 +31,21 @@ MEMORY_EVENTS = 100_000
 """Allocations and releases kept per block; older ones are lost."""
 
 
+@dataclass(slots=True)
+class Work:
+    """Seconds of a block, and readings of the first rank's GPU meanwhile."""
+
+    seconds: float = 0.0
+    readings: list[GpuReading] = field(default_factory=list)
+
+
 @contextlib.contextmanager
 def profiled(
     observe: ObserveConfig, part: ProfiledPart, *, iteration: int, rank: int, work_dir: str
-) -> Iterator[None]:
+) -> Iterator[Work]:
     """Record the block if `observe` selects it: shapes, memory, and kernels on CUDA.
 
-    After an error no trace is written.
+    Yields the work of the block, which is complete at its end. After an error no trace is written.
     """
     selected = (
         observe.profile_step_start <= iteration < observe.profile_step_end
@@ -49,10 +61,26 @@ def profiled(
         trace = None
         if traced:
             trace = stack.enter_context(profile(record_shapes=True, profile_memory=True))
-        yield
+        # The metrics are those of the first rank.
+        watch = stack.enter_context(GpuWatch(_own_gpu())) if rank == 0 else None
+        work = Work()
+        start_s = time.perf_counter()
+        yield work
+        work.seconds = time.perf_counter() - start_s
+    if watch is not None:
+        work.readings += watch.readings
     if trace is not None:
         folder.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
+
+
+@lru_cache
+def _own_gpu() -> GpuReader:
+    """Return the reader of this rank's GPU; on a CPU it reads nothing."""
+    if not torch.cuda.is_available():
+        return GpuReader([])
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return GpuReader([f"GPU-{uuid}"])
 
 
 def check_profiling(observe: ObserveConfig) -> None:

@@ -32,7 +32,7 @@ from rlpipe.actors.trainer.checkpoints import (
     upload_share,
 )
 from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
-from rlpipe.actors.trainer.profiling import ProfiledPart, check_profiling, profiled
+from rlpipe.actors.trainer.profiling import ProfiledPart, Work, check_profiling, profiled
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import ChosenRows, fix_batch
 from rlpipe.batch.columns import BatchColumns, BatchSizes
@@ -228,8 +228,7 @@ class Rank(ABC, Generic[E]):
         """Take the optimizer steps of one iteration, at most once.
 
         Return `{"steps", "metrics", "state_digest", "packing", "tokens", "machine", "seconds"}` on
-        rank 0, `{"state_digest"}` on the others. A plan names every sample of the batch, and the
-        driver reads the answers of all ranks.
+        rank 0, `{"state_digest"}` on the others: a plan names every sample of the batch.
         """
         # a retry after a lost answer must not train the batch twice
         if self.held == key and not self.dirty:
@@ -247,13 +246,12 @@ class Rank(ABC, Generic[E]):
         self.held = None
         self.fresh = False
         critic_only = batch.outputs.get("critic_only", False)
-        with self._profiled("train_actor", version):
+        with self._profiled("train_actor", version) as work:
             steps = engine.train(
                 columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args
             )
         self._refresh_reference(version + 1)
-        # Collective.
-        metrics = self._metrics_of(batch, stored, columns, steps, version)
+        metrics = self._metrics_of(batch, stored, columns, steps, version, work)
         if self.rank > 0:
             return self._set_held(key, {"state_digest": steps.state_digest})
         result = {
@@ -399,10 +397,11 @@ class Rank(ABC, Generic[E]):
         columns: BatchColumns,
         steps: TrainResult,
         version: int,
+        work: Work,
     ) -> dict[str, float]:
         """Return the metrics of a trained batch that its advantage node could not have.
 
-        `columns`: the samples that this rank has read. Collective.
+        `columns`: the samples that this rank has read. `work`: the optimizer steps. Collective.
         """
         return {}
 
@@ -485,7 +484,7 @@ class Rank(ABC, Generic[E]):
         self._result = result
         return result
 
-    def _profiled(self, part: ProfiledPart, iteration: int) -> AbstractContextManager[None]:
+    def _profiled(self, part: ProfiledPart, iteration: int) -> AbstractContextManager[Work]:
         _, spec = self._ready()
         return profiled(
             spec.observe, part, iteration=iteration, rank=self.number, work_dir=spec.work_dir

@@ -19,12 +19,18 @@ from typing import Any
 import numpy as np
 
 from rlpipe.actors.trainer.first_weights import check_first_weights
+from rlpipe.actors.trainer.profiling import Work
 from rlpipe.actors.trainer.pushing import Pusher
 from rlpipe.actors.trainer.rank import Address, Rank, collective
 from rlpipe.actors.trainer.scoring import (
+    NO_LOGITS,
+    critic_flops,
     critic_metrics,
+    gpu_name,
     never_scores,
     score_batch,
+    scoring_metrics,
+    trains_fp8,
     with_teacher_server_scores,
 )
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
@@ -44,8 +50,10 @@ from rlpipe.engines.megatron.memory import Part
 from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
 from rlpipe.lineage.states import Lineage
+from rlpipe.observe.flops import ModelFlops, model_flops, speed_metrics
 from rlpipe.sync.probe import Probe, compare, mean_difference, spread
 from rlpipe.sync.transports.versions import Share
+from rlpipe.system.gpus import gpu_metrics
 from rlpipe.system.parts import Parts
 from rlpipe.types import Node, Stage
 
@@ -82,10 +90,13 @@ class TrainerRank(Rank[MegatronEngine]):
         # One rank holds and writes the whole batch. The others hold the samples that they score.
         batch = chosen.batch(with_samples=bool(spec.advantage.hooks)) if self.rank == 0 else None
         scores: dict[str, np.ndarray | None] = {}
+        speed: dict[str, float] = {}
         if not supervised:
             columns = batch.columns if batch else self._scored_samples(chosen)
-            with self._profiled("train_log_probs", version):
-                scores = score_batch(engine, columns, spec, proximal=self._scores(chosen.sizes))
+            proximal = self._scores(chosen.sizes)
+            with self._profiled("train_log_probs", version) as work:
+                scores = score_batch(engine, columns, spec, proximal=proximal)
+            speed = scoring_metrics(spec, chosen.sizes, work, proximal=proximal)
         if batch is None:
             return None
         columns = batch.columns.with_columns(**scores)
@@ -101,7 +112,7 @@ class TrainerRank(Rank[MegatronEngine]):
             outputs["reference_version"] = self._reference_version
         if spec.critic is not None:
             outputs["critic_only"] = version < spec.critic.num_critic_only_steps
-        outputs["metrics"] = batch_metrics(batch, columns) | critic_metrics(columns)
+        outputs["metrics"] = batch_metrics(batch, columns) | critic_metrics(columns) | speed
         seconds = time.perf_counter() - start
         return {"files": [record], "outputs": outputs, "seconds": seconds}
 
@@ -122,14 +133,20 @@ class TrainerRank(Rank[MegatronEngine]):
         columns: BatchColumns,
         steps: TrainResult,
         version: int,
+        work: Work,
     ) -> dict[str, float]:
         self._last_batch = stored
         own = steps.proximal_log_probs
         # Every rank, because `probe` is collective, and in a replay: a resumed run pushes too.
         self._own_proximal = None if own is None else (batch.digest, own)
         # A replay repeats steps whose metrics are recorded.
-        if own is None or self.busy == "restore":
+        if self.busy == "restore":
             return {}
+        critic_only = batch.outputs.get("critic_only", False)
+        _, spec = self._ready()
+        speed = train_metrics(spec, stored.sizes, steps.seconds, work, critic_only=critic_only)
+        if own is None:
+            return speed
         staleness = None
         if batch.outputs.get("metrics", {}).get("rollout/staleness/max"):
             rollout = self._nodes.get(Stage.ROLLOUT, batch.parents["rollout"])
@@ -141,7 +158,7 @@ class TrainerRank(Rank[MegatronEngine]):
         sums = ProximalSums.of(columns, staleness)
         engine, _ = self._ready()
         values = engine.rows_of_all(columns, np.column_stack([sums.values, sums.largest]))
-        return replace(sums, values=values[:, :-1], largest=values[:, -1]).metrics()
+        return replace(sums, values=values[:, :-1], largest=values[:, -1]).metrics() | speed
 
     @collective
     def push(
@@ -333,6 +350,30 @@ class TrainerRank(Rank[MegatronEngine]):
         elif version == 0 or (interval and (version + spec.ref_update_offset) % interval == 0):
             engine.keep_reference()
             self._reference_version = version
+
+
+def train_metrics(
+    spec: TrainerSpec, sizes: BatchSizes, seconds: float, work: Work, *, critic_only: bool
+) -> dict[str, float]:
+    """Return TFLOP/s, MFU and GPU use of the optimizer steps of a batch.
+
+    `sizes`: of the whole batch. `seconds`: of all steps. `critic_only`: the policy is not trained.
+    """
+    models: list[tuple[ModelFlops | None, np.ndarray]] = []
+    if not critic_only:
+        models.append((model_flops(spec.model_dir), sizes.response_lengths))
+    if spec.critic is not None and not spec.critic_ranks:
+        models.append((critic_flops(spec), NO_LOGITS))
+    flops = 0.0
+    for model, logits in models:
+        if model is None:
+            return gpu_metrics("train", work.readings)
+        frozen = spec.train.lora is not None
+        flops += model.train(sizes.lengths, logits, frozen_matrices=frozen)
+    speed = speed_metrics(
+        "train", flops, seconds, devices=spec.world_size, gpu=gpu_name(), fp8=trains_fp8(spec)
+    )
+    return speed | gpu_metrics("train", work.readings)
 
 
 class CriticRank(Rank[CriticEngine]):

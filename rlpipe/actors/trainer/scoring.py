@@ -20,16 +20,23 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import torch
 
+from rlpipe.actors.trainer.profiling import Work
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.algorithms.values import explained_variance
-from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.columns import BatchColumns, BatchSizes
+from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
+from rlpipe.observe.flops import ModelFlops, model_flops, speed_metrics
+from rlpipe.system.gpus import gpu_metrics
 
 SEQUENCES_AT_ONCE = 64
 """Samples per request to a teacher's server."""
+NO_LOGITS = np.zeros(0, np.int64)
+"""Response lengths of a model whose output layer is not used."""
 
 
 def score_batch(
@@ -69,6 +76,56 @@ def score_batch(
         "teacher_log_probs": teacher,
         "values": values,
     }
+
+
+def scoring_metrics(
+    spec: TrainerSpec, sizes: BatchSizes, work: Work, *, proximal: bool
+) -> dict[str, float]:
+    """Return TFLOP/s, MFU and GPU use of `score_batch`; {} if no model scored.
+
+    `sizes`: of the whole batch. `proximal`: as `score_batch`.
+    """
+    policy = int(proximal or _routes_itself(spec)) + int(spec.advantage.reference)
+    passes = [model_flops(spec.model_dir)] * policy
+    if spec.teacher is not None and spec.teacher.opd_type == "megatron":
+        passes.append(model_flops(str(spec.teacher.opd_teacher_load)))
+    known = [model for model in passes if model is not None]
+    flops = sum(model.forward(sizes.lengths, sizes.response_lengths) for model in known)
+    if spec.critic is not None and not spec.critic_ranks:
+        critic = critic_flops(spec)
+        passes.append(critic)
+        flops += critic.forward(sizes.lengths, NO_LOGITS) if critic is not None else 0.0
+    if not passes or None in passes:
+        return {}
+    speed = speed_metrics(
+        "scoring",
+        flops,
+        work.seconds,
+        devices=spec.world_size,
+        gpu=gpu_name(),
+        fp8=trains_fp8(spec),
+    )
+    return speed | gpu_metrics("scoring", work.readings)
+
+
+def critic_flops(spec: TrainerSpec) -> ModelFlops | None:
+    """Return the FLOPs of the critic, whose value head does not count."""
+    assert spec.critic is not None, "a run without a critic"
+    return model_flops(spec.critic.hf_checkpoint or spec.model_dir)
+
+
+def gpu_name() -> str | None:
+    """Return the name of this rank's GPU; None on a CPU."""
+    return torch.cuda.get_device_name() if platform.CUDA_FOUND else None
+
+
+def trains_fp8(spec: TrainerSpec) -> bool:
+    """True if Megatron multiplies in FP8."""
+    return bool(spec.train.megatron.get("fp8"))
+
+
+def _routes_itself(spec: TrainerSpec) -> bool:
+    return spec.train.use_routing_replay and not spec.train.use_rollout_routing_replay
 
 
 def never_scores(spec: TrainerSpec) -> bool:

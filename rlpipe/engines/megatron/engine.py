@@ -12,6 +12,7 @@ can be offloaded (`occupy`).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -393,6 +394,7 @@ class MegatronEngine(MegatronRank):
         """
         plan.check(len(batch.sizes), self._data_parallel)
         self._memory.require("optimizer", "gradients")
+        start_s = time.perf_counter()
         steps: list[dict[str, float]] = [{} for _ in plan.steps]
         proximal = None
         if self._critic is not None or (critic_only and self._exchange is None):
@@ -409,10 +411,12 @@ class MegatronEngine(MegatronRank):
             )
             steps = [mine | other for mine, other in zip(policy.metrics, steps, strict=True)]
             proximal = policy.proximal_log_probs
+        # The last metrics of a step are read from the device, so the device has finished.
+        seconds = time.perf_counter() - start_s
         if self._exchange is not None:
             combined = combined_result(self._exchange, state_digest(self.trained), steps)
-            return replace(combined, proximal_log_probs=proximal)
-        return TrainResult(steps, self.state_digest(), proximal)
+            return replace(combined, proximal_log_probs=proximal, seconds=seconds)
+        return TrainResult(steps, self.state_digest(), proximal, seconds)
 
     def state_digest(self) -> str:
         """Return 128 bits in hex over the state of policy and critic, equal on all ranks.

@@ -17,7 +17,7 @@ from rlpipe.engines.megatron.critic_exchange import CriticExchange
 
 @dataclass(slots=True)
 class TrainResult:
-    """Result of one iteration's optimizer steps. Equal on every rank."""
+    """Result of one iteration's optimizer steps. Equal on every rank but for `seconds`."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     """Metrics of each optimizer step.
@@ -33,6 +33,8 @@ class TrainResult:
     """Digest of the state after the last step."""
     proximal_log_probs: np.ndarray | None = None
     """As `PolicySteps.proximal_log_probs`. None on ranks of a critic."""
+    seconds: float = 0.0
+    """Seconds of the optimizer steps on this rank, without the digest."""
 
 
 def combined_result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rlpipe.actors.trainer.checkpoints import BackgroundUpload, Upload
+from rlpipe.actors.trainer.profiling import Work
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.scoring import never_scores
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
@@ -32,6 +34,7 @@ from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.types import FileRecord, Stage
+from tests.actors.trainer.test_scoring import MODEL
 from tests.actors.trainer.trained import configuration, sampled_rows
 from tests.live_engine import live_engine
 
@@ -203,14 +206,18 @@ def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weight
     own = batch.columns.rollout_log_probs + np.float32(0.25)
     result = TrainResult([], "digest", own)
     stored = StoredBatch(files, node)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     cast("Any", rank)._engine = SimpleNamespace(rows_of_all=lambda _, values: values)
-    found = rank._metrics_of(node, stored, batch.columns, result, version)
+    found = rank._metrics_of(node, stored, batch.columns, result, version, Work())
     assert found["rollout/mismatch_kl"] == pytest.approx(-0.25, abs=1e-6)
     current = found.get("rollout/logprob_abs_diff/mean")
     assert current == (pytest.approx(0.25, abs=1e-6) if version == 3 else None)
     assert rank._own_proximal == (node.digest, own)
-    assert rank._metrics_of(node, stored, batch.columns, TrainResult(), version) == {}
+    assert rank._metrics_of(node, stored, batch.columns, TrainResult(), version, Work()) == {}
     assert rank._own_proximal is None
+    timed = replace(result, seconds=2.0)
+    speed = rank._metrics_of(node, stored, batch.columns, timed, version, Work())
+    assert speed.keys() - found.keys() == {"perf/train_tflops"}
 
 
 def test_a_replayed_step_keeps_its_log_probs_and_has_no_metrics(rank: TrainerRank, tmp_path: Path):
@@ -220,7 +227,7 @@ def test_a_replayed_step_keeps_its_log_probs_and_has_no_metrics(rank: TrainerRan
     rank.busy = "restore"
     unread = cast("Any", None)
     result = TrainResult([], "digest", own)
-    assert rank._metrics_of(node, unread, batch.columns, result, 3) == {}
+    assert rank._metrics_of(node, unread, batch.columns, result, 3, Work()) == {}
     assert rank._own_proximal == (node.digest, own)
 
 
@@ -264,7 +271,7 @@ def test_the_probe_of_a_push_reads_the_file_of_the_trained_batch_only_if_it_is_n
         max_tokens=100,
     )
     stored = StoredBatch(files, node)
-    rank._metrics_of(node, stored, batch.columns, TrainResult([{}], "s"), 3)
+    rank._metrics_of(node, stored, batch.columns, TrainResult([{}], "s"), 3, Work())
     opened: list[str] = []
     monkeypatch.setattr(
         "rlpipe.actors.trainer.rank_actors.StoredBatch",

@@ -1,10 +1,12 @@
-"""Scores of a teacher's server (rlpipe.actors.trainer.scoring)."""
+"""Scores of a teacher's server, and speed of scoring (rlpipe.actors.trainer.scoring)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
@@ -12,8 +14,12 @@ import numpy as np
 import pytest
 
 from rlpipe.actors.trainer import scoring
-from rlpipe.actors.trainer.scoring import with_teacher_server_scores
+from rlpipe.actors.trainer.profiling import Work
+from rlpipe.actors.trainer.rank_actors import train_metrics
+from rlpipe.actors.trainer.scoring import scoring_metrics, with_teacher_server_scores
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
+from rlpipe.batch.columns import BatchSizes
+from rlpipe.config.train import CriticConfig, LoraConfig, TeacherConfig
 from rlpipe.errors import EngineRejected
 from tests.actors.trainer.trained import configuration
 from tests.engines.megatron.ranks import make_batch
@@ -117,3 +123,83 @@ def test_a_teacher_on_the_trainer_needs_no_server(tmp_path):
         )
         is batch
     )
+
+
+MODEL = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
+SIZES = BatchSizes(np.array([3, 4]), np.array([5, 1]))
+SECONDS = 2.0
+
+
+def forward_flops(*, logits: bool = True) -> tuple[float, float]:
+    """Return the FLOPs of the matrices and of attention of `MODEL` over `SIZES`, by a loop."""
+    layer = 4 * 8 * 8 + 3 * 8 * 16
+    matrices = attention = 0.0
+    for prompt, response in ((3, 5), (4, 1)):
+        for token in range(prompt + response):
+            matrices += 2 * 2 * layer
+            attention += 2 * (token + 1) * 4 * 8
+        matrices += response * 2 * 8 * 32 * logits
+    return matrices, attention
+
+
+def spec_of(tmp_path: Path, **changes: Any) -> TrainerSpec:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    spec = TrainerSpec.of(
+        configuration(str(tmp_path), "run"),
+        model_dir=str(tmp_path),
+        store_root=str(tmp_path / "store"),
+        work_dir=tmp_path,
+    )
+    return replace(spec, world_size=2, **changes)
+
+
+def rate(flops: float) -> Any:
+    """Return the TFLOP/s of each of two ranks."""
+    return pytest.approx(flops / SECONDS / 2 / 1e12)
+
+
+def test_scoring_counts_the_passes_of_each_model_that_the_ranks_hold(tmp_path: Path):
+    once = sum(forward_flops())
+    values = sum(forward_flops(logits=False))
+    work = Work(seconds=SECONDS)
+
+    def tflops(spec: TrainerSpec, *, proximal: bool) -> float | None:
+        return scoring_metrics(spec, SIZES, work, proximal=proximal).get("perf/scoring_tflops")
+
+    spec = spec_of(tmp_path)
+    assert tflops(spec, proximal=False) is None, "no model scores"
+    assert tflops(spec, proximal=True) == rate(once)
+    loss = spec.advantage.model_copy(update={"reference": True})
+    assert tflops(replace(spec, advantage=loss), proximal=True) == rate(2 * once)
+    critic = replace(spec, critic=CriticConfig())
+    assert tflops(critic, proximal=True) == rate(once + values)
+    assert tflops(replace(critic, critic_ranks=1), proximal=True) == rate(once)
+    teacher = TeacherConfig(opd_type="megatron", opd_teacher_load=str(tmp_path))
+    assert tflops(replace(spec, teacher=teacher), proximal=True) == rate(2 * once)
+    unknown = teacher.model_copy(update={"opd_teacher_load": str(tmp_path / "absent")})
+    assert tflops(replace(spec, teacher=unknown), proximal=True) is None
+
+
+def test_optimizer_steps_count_forward_and_backward_passes(tmp_path: Path):
+    matrices, attention = forward_flops()
+    values = sum(forward_flops(logits=False))
+
+    def tflops(spec: TrainerSpec, *, critic_only: bool = False) -> float | None:
+        metrics = train_metrics(spec, SIZES, SECONDS, Work(), critic_only=critic_only)
+        assert set(metrics) <= {"perf/train_tflops"}, "a CPU has no MFU and no GPU memory"
+        return metrics.get("perf/train_tflops")
+
+    spec = spec_of(tmp_path)
+    assert tflops(spec) == rate(3 * (matrices + attention))
+    critic = replace(spec, critic=CriticConfig())
+    assert tflops(critic) == rate(3 * (matrices + attention + values))
+    assert tflops(critic, critic_only=True) == rate(3 * values)
+    assert tflops(replace(critic, critic_ranks=1), critic_only=True) is None
+    adapters = spec.train.model_copy(update={"lora": LoraConfig()})
+    assert tflops(replace(spec, train=adapters)) == rate(2 * matrices + 3 * attention)
