@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from prefect.client.schemas.objects import State
 
+from rlpipe.engines.sglang.admin import EngineLoad
 from rlpipe.errors import DeadlineExceeded, ObjectMissing
 from rlpipe.lineage.stage_inputs import Inputs, rollout_inputs
+from rlpipe.observe.flops import speed_metrics
+from rlpipe.system.gpus import GpuReading, gpu_metrics
 from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
 from tasks.record import reuse_or_run, stage_task
@@ -95,23 +100,37 @@ async def _wait_for_node(ctx: RunContext, inputs: Inputs, k: int) -> Node:
 
 async def _sample(ctx: RunContext, k: int, plan: str) -> dict[str, Any]:
     """Run the generator and show its progress. Raises: the error that keeps all engines down."""
+    readings = EngineReadings()
     sampling = asyncio.ensure_future(
         ctx.cluster.generator.rollout(plan, deadline_s=ctx.config.rollout.timeout_s)
     )
-    watching = asyncio.ensure_future(_watch(ctx, k))
+    watching = asyncio.ensure_future(_watch(ctx, k, readings))
     try:
         await asyncio.wait({sampling, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not sampling.done():
             watching.result()  # raises
-        return await sampling
+        result = await sampling
     finally:
         for task in (sampling, watching):
             task.cancel()
         await asyncio.gather(sampling, watching, return_exceptions=True)
+    if ctx.cluster.has_engines and ctx.config.rollout.type == "sample":
+        config = ctx.cluster.config
+        engines = readings.engines or config.resources.num_engines
+        speed = speed_metrics(
+            "rollout",
+            result["outputs"].get("flops", 0.0),
+            result["seconds"],
+            devices=engines * config.resources.rollout_num_gpus_per_engine,
+            gpu=readings.gpu,
+            fp8=config.engine.quantization == "fp8",
+        )
+        result["outputs"]["metrics"] |= readings.metrics() | speed
+    return result
 
 
-async def _watch(ctx: RunContext, k: int) -> None:
-    """Show progress and dead engines.
+async def _watch(ctx: RunContext, k: int, readings: EngineReadings) -> None:
+    """Show progress and dead engines, and read the loads of the engines.
 
     If no engine can come back, abandon the rollout and raise the cause.
     """
@@ -127,9 +146,51 @@ async def _watch(ctx: RunContext, k: int) -> None:
             "rollout", k, done=state["done"], total=state["total"], tokens=state["tokens"]
         )
         if ctx.cluster.has_engines and reports.is_due():
-            reports.show(await ctx.cluster.engines())
+            engines = await ctx.cluster.engines()
+            readings.add(engines)
+            reports.show(engines)
             # Otherwise the rollout would wait for engines until its deadline.
             if error := await ctx.cluster.trouble() or reports.trouble():
                 await ctx.cluster.generator.abandon(k)
                 raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)
+
+
+class EngineReadings:
+    """Loads of all engines and their GPUs, as their supervisors saw them during a rollout."""
+
+    def __init__(self) -> None:
+        self.gpu: str | None = None
+        """Name of the engines' GPUs; None: unknown, or CPUs."""
+        self.engines = 0
+        """Most engines that were up at once; engines may join and leave. 0: no reading."""
+        self._loads: list[np.ndarray] = []
+        """Means of the numbers in `EngineLoad` over all engines, at each time."""
+        self._gpus: list[GpuReading] = []
+        """Mean utilization and largest memory of all GPUs, at each time."""
+
+    def add(self, engines: Sequence[Mapping[str, Any]]) -> None:
+        """Add a reading of each engine. `engines`: as `Fleet.status`."""
+        self.engines = max(self.engines, sum(bool(engine["alive"]) for engine in engines))
+        loads: list[EngineLoad] = [engine["load"] for engine in engines if engine["load"]]
+        if loads:
+            self._loads.append(np.mean(loads, axis=0))
+        gpus: list[GpuReading] = [gpu for engine in engines for gpu in engine["gpus"]]
+        if gpus:
+            self.gpu = gpus[0].name
+            utilization = sum(gpu.utilization for gpu in gpus) / len(gpus)
+            used_bytes = max(gpu.used_bytes for gpu in gpus)
+            self._gpus.append(GpuReading(self.gpu, utilization, used_bytes))
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over engines and times; {} for a rollout without a reading."""
+        gpus = gpu_metrics("rollout", self._gpus)
+        if not self._loads:
+            return gpus
+        running, queued, cache_used = np.mean(self._loads, axis=0).tolist()
+        return {
+            "engine/running_requests": running,
+            "engine/queued_requests": queued,
+            "engine/kv_cache_usage": cache_used,
+            **gpus,
+        }

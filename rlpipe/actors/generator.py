@@ -31,6 +31,7 @@ from rlpipe.engines.sglang.reply_format import SglangReplies
 from rlpipe.errors import EngineError
 from rlpipe.model_dir import directory_here, prompt_context_len
 from rlpipe.observe.evaluation_metrics import evaluation_metrics
+from rlpipe.observe.flops import model_flops
 from rlpipe.rewards.reward_rows import score
 from rlpipe.rewards.user_rewards import reads_messages
 from rlpipe.rollout.client.generate_client import GenerateClient, HoldMode
@@ -194,6 +195,9 @@ class Generator:
         outputs = result.outputs()
         if removed:
             outputs["removed"] = removed
+        if self._flops is not None and result.progress.spans:
+            outputs["flops"] = self._flops.sampled(result.progress.spans)
+        outputs["metrics"] = self._client.take_metrics() if self._client is not None else {}
         return {"files": rows.files, "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def abandon(self, driver: Driver, iteration: int | None = None) -> None:
@@ -305,6 +309,7 @@ class Generator:
         source = config.model.source
         model_dir = directory_here(spec.model_dir, source)
         self._model_config = json.loads((Path(model_dir) / "config.json").read_text())
+        self._flops = model_flops(model_dir)
         self._tokenizer = load_tokenizer(
             model_dir, trust_remote_code=getattr(source, "trust_remote_code", False)
         )

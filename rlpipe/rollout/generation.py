@@ -64,6 +64,8 @@ class Generation:
     response may have too many rows. None: not requested."""
     top_log_probs: list[TopLogProbs] | None = field(default=None, compare=False)
     """The most probable tokens at each position. None: not requested."""
+    verify_steps: int = field(default=0, compare=False)
+    """Forward passes of the model in speculative decoding. 0: no speculative decoding."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def joined(first: Generation, more: Generation) -> Generation:
         top_log_probs=_joined_top(first, more),
         weight_versions=merged_runs([*first.weight_versions, *more.weight_versions]),
         cached_tokens=first.cached_tokens,
+        verify_steps=first.verify_steps + more.verify_steps,
         t_start_s=first.t_start_s,
     )
 
@@ -238,6 +241,7 @@ def read_meta(meta: dict[str, Any], engine: str, start_s: float, end_s: float) -
         weight_versions=_runs_of_spans(spans, len(pairs)),
         engine=engine,
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        verify_steps=int(meta.get("spec_verify_ct") or 0),
         t_start_s=start_s,
         t_end_s=end_s,
         has_spans=bool(reported_spans) or not pairs,

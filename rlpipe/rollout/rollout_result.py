@@ -32,6 +32,9 @@ class RolloutProgress:
     prompt_tokens: int = 0
     response_tokens: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """First token and end of what was computed of each sample, prompt and response together. The
+    first sample of a group begins at 0, the others after the prompt."""
     seconds: float = 0.0
 
     @property
@@ -45,6 +48,11 @@ class RolloutProgress:
         self.prompt_tokens += sum(len(sample.prompt_ids) for sample in samples)
         self.response_tokens += num_response_tokens(samples) - num_response_tokens(so_far)
         self.statuses.update(sample.status.value for sample in samples)
+        known = {sample.index: len(sample.response_ids) for sample in so_far}
+        for number, sample in enumerate(samples):
+            prompt = len(sample.prompt_ids)
+            start = prompt + known.get(sample.index, 0) if number or so_far else 0
+            self.spans.append((start, prompt + len(sample.response_ids)))
 
 
 @dataclass(frozen=True, slots=True)

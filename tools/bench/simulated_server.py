@@ -68,6 +68,7 @@ class SimulatedServer(SimulatedEngine):
         get, post = app.router.add_get, app.router.add_post
         get("/model_info", self._model_info)
         get("/server_info", self._server_info)
+        get("/v1/loads", self._loads)
         get("/get_weight_version", self._weight_version)
         get("/health", self._accept)
         get("/health_generate", self._accept)
@@ -112,6 +113,10 @@ class SimulatedServer(SimulatedEngine):
         return _answer(
             {"version": "simulated", "dtype": dtype, "tp_size": 1, "dp_size": 1, "pp_size": 1}
         )
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0}
+        return _answer({"loads": [load]})
 
     async def _weight_version(self, _: web.Request) -> web.Response:
         return _answer({"weight_version": self.stamp})

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,20 @@ from rlpipe.actors.ray.placement import LOOPBACK, own_address
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ModelSource, ResourcesConfig
 from rlpipe.config.weight_file_hooks import pre_read
-from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, MemoryTag, server_facts
+from rlpipe.engines.sglang.admin import (
+    MEMORY_TAGS,
+    Engine,
+    EngineLoad,
+    MemoryTag,
+    server_facts,
+)
 from rlpipe.engines.sglang.external import ExternalRouter, ExternalServer, ServerRequirements
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Part, Server
 from rlpipe.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from rlpipe.model_dir import directory_here
 from rlpipe.system.compile_caches import keep_compiled
+from rlpipe.system.gpus import GpuReader, visible_gpus
 from rlpipe.system.ports import free_port
 from rlpipe.types import WeightVersion
 
@@ -36,6 +44,8 @@ FILES = "files"
 RENDEZVOUS_MORE_PORTS = 15
 """Free ports that must follow the rendezvous port of servers on several nodes."""
 
+LOAD_TIMEOUT_S = 1.0
+"""Deadline of a server's answer about its load, which only metrics need."""
 MEMORY_TIMEOUT_S = 50.0
 """Deadline of each call about GPU memory; shorter than the fleet's deadline for all of them."""
 
@@ -131,6 +141,7 @@ class EngineActor:
         self._server: Server | ExternalServer | None = None
         self._unknown = True
         self._facts: dict[str, Any] = {}
+        self._gpus = GpuReader([])
         self._in_memory: set[MemoryTag] = set(MEMORY_TAGS)
 
     def rendezvous(self, spec: EngineSpec) -> str | None:
@@ -158,6 +169,7 @@ class EngineActor:
         self._server.start()
         self._server.wait_ready(spec.resources.start_timeout_s)
         self._facts = {} if self.node else asyncio.run(_facts(self._server.url))
+        self._gpus = GpuReader(self._gpus_of(spec))
         return self._server.url
 
     def _is_up(self, spec: EngineSpec) -> bool:
@@ -178,9 +190,6 @@ class EngineActor:
             engine = _with_host(spec.engine)
         else:
             engine = spec.engine.model_copy(update={"host": LOOPBACK})
-        devices = None
-        if spec.devices is not None:
-            devices = spec.devices[self.number * nodes + self.node]
         suffix = f"-{self.node}" if self.node else ""
         keep_compiled(Path(spec.logs).absolute().parents[1])
         return Server(
@@ -195,16 +204,29 @@ class EngineActor:
             trust_remote_code=spec.trust_remote_code,
             deterministic=spec.deterministic,
             reads_text=spec.reads_text,
-            devices=devices,
+            devices=self._devices(spec),
             names_experts=spec.names_experts,
             part=part,
         )
 
+    def _devices(self, spec: EngineSpec) -> tuple[str, ...] | None:
+        """Return the server's GPUs as in CUDA_VISIBLE_DEVICES; None: those of this actor."""
+        if spec.devices is None:
+            return None
+        return spec.devices[self.number * spec.resources.engine_nodes + self.node]
+
+    def _gpus_of(self, spec: EngineSpec) -> Sequence[str]:
+        """Return the GPUs of the server; none for an external one, which may be elsewhere."""
+        if spec.resources.external_engines:
+            return ()
+        return self._devices(spec) or visible_gpus()
+
     def status(self) -> dict[str, Any]:
-        """Return `{"number", "url", "alive", "stamp", "pid", "facts"}`.
+        """Return `{"number", "url", "alive", "stamp", "pid", "facts", "load", "gpus"}`.
 
         `stamp` is the weight version that the server names. It is None if the server does not
-        answer, if a push began and its end was not confirmed, and on nodes other than 0.
+        answer, if a push began and its end was not confirmed, and on nodes other than 0. `load` is
+        an `EngineLoad`, None where the stamp is None; `gpus` are readings of the server's GPUs.
         """
         server = self._server
         if server is None or not server.alive:
@@ -215,10 +237,13 @@ class EngineActor:
                 "stamp": None,
                 "pid": None,
                 "facts": {},
+                "load": None,
+                "gpus": [],
             }
         stamp = None
+        load = None
         if not self._unknown and self.node == 0:
-            stamp = asyncio.run(_weight_version(server.url))
+            stamp, load = asyncio.run(_version_and_load(server.url))
         return {
             "number": self.number,
             "url": server.url,
@@ -226,6 +251,8 @@ class EngineActor:
             "stamp": stamp,
             "pid": server.pid,
             "facts": self._facts,
+            "load": load,
+            "gpus": self._gpus.read(),
         }
 
     def generates(self, timeout_s: float) -> bool:
@@ -423,6 +450,18 @@ async def _facts(url: str) -> dict[str, Any]:
             return server_facts(await engine.server_info())
     except (EngineError, DeadlineExceeded):
         return {}
+
+
+async def _version_and_load(url: str) -> tuple[str | None, EngineLoad | None]:
+    """Return weight version and load of a server; None for an answer that does not come."""
+    version = None
+    load = None
+    async with Engine(url, deadline_s=10.0) as engine:
+        with suppress(EngineError, DeadlineExceeded):
+            version = await engine.weight_version()
+            engine.deadline_s = LOAD_TIMEOUT_S
+            load = await engine.load()
+    return version, load
 
 
 async def _weight_version(url: str) -> str | None:

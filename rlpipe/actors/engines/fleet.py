@@ -235,9 +235,9 @@ class Fleet:
         self._acceptable = set()
 
     def status(self) -> list[dict[str, Any]]:
-        """Return `{"number", "url", "alive", "stamp", "pid", "facts"}` of each engine, as last
-        seen."""
-        names = ("number", "url", "stamp", "pid", "facts")
+        """Return `{"number", "url", "alive", "stamp", "pid", "facts", "load", "gpus"}` of each
+        engine, as last seen."""
+        names = ("number", "url", "stamp", "pid", "facts", "load", "gpus")
         return [
             {"alive": each.url is not None, **{name: getattr(each, name) for name in names}}
             for each in self.engines

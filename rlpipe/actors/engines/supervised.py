@@ -19,13 +19,23 @@ from ray.actor import ActorHandle
 from rlpipe.actors.engines.engine import FILES, EngineSpec
 from rlpipe.actors.ray.calls import HangDetector, call, gather, kill_actors
 from rlpipe.config.model import ResourcesConfig
+from rlpipe.engines.sglang.admin import EngineLoad
 from rlpipe.errors import ActorLost, DeadlineExceeded, EngineUnavailable, RlpipeError
+from rlpipe.system.gpus import GpuReading
 
 CALL_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 120.0
 MEMORY_TIMEOUT_S = 200.0
 """Longer than three calls of `engine.MEMORY_TIMEOUT_S`."""
-NOT_RUNNING: dict[str, Any] = {"url": None, "alive": False, "stamp": None, "pid": None, "facts": {}}
+NOT_RUNNING: dict[str, Any] = {
+    "url": None,
+    "alive": False,
+    "stamp": None,
+    "pid": None,
+    "facts": {},
+    "load": None,
+    "gpus": [],
+}
 """Status of a server that does not run."""
 
 
@@ -43,6 +53,9 @@ class SupervisedEngine:
         self.stamp: str | None = None
         self.pid: int | None = None
         self.facts: dict[str, Any] = {}
+        self.load: EngineLoad | None = None
+        self.gpus: list[GpuReading] = []
+        """Those of all nodes."""
         self.admitted = False
         """True if the router sends requests to this engine."""
         self.failures = 0
@@ -92,6 +105,8 @@ class SupervisedEngine:
         self.stamp = status["stamp"]
         self.pid = status["pid"]
         self.facts = status["facts"]
+        self.load = status["load"]
+        self.gpus = [gpu for one in statuses for gpu in one["gpus"]]
         self.admitted = self.admitted and status["alive"] and status["url"] == self.url
         self.url = status["url"]
         return status["alive"]

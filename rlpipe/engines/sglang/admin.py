@@ -72,6 +72,15 @@ class Closed(NamedTuple):
     """Seconds of each step."""
 
 
+class EngineLoad(NamedTuple):
+    """Requests of an engine at one time."""
+
+    running: int
+    queued: int
+    cache_used: float
+    """Used share of the KV cache, 0 to 1."""
+
+
 class Engine:
     """Control client of one engine.
 
@@ -107,6 +116,18 @@ class Engine:
     async def server_info(self) -> dict[str, Any]:
         """Return the server's arguments, its derived settings and SGLang's version."""
         return await self._ask("GET", "/server_info", read=dict)
+
+    async def load(self) -> EngineLoad | None:
+        """Return the requests of the server now; None before SGLang 0.5.21.
+
+        The server answers from shared memory, without a wait for its scheduler.
+        """
+        try:
+            return await self._ask("GET", "/v1/loads?include=core", read=_load)
+        except EngineRejected as error:
+            if not _missing(error):
+                raise
+            return None
 
     async def weight_version(self) -> str:
         """Return the stamp of the last push, or the stamp that the server was started with."""
@@ -389,7 +410,7 @@ class Engine:
             LookupError,
             TypeError,
             AttributeError,
-            OverflowError,
+            ArithmeticError,
             RecursionError,
         ) as error:
             raise EngineRejected(
@@ -442,6 +463,16 @@ def server_facts(info: dict[str, Any]) -> dict[str, Any]:
         "attention": attention,
         **{name: info[name] for name in _FACTS if info.get(name) is not None},
     }
+
+
+def _load(answer: dict[str, Any]) -> EngineLoad:
+    loads = answer["loads"]  # one entry for each data parallel rank
+    used = [float(load["token_usage"]) for load in loads]
+    return EngineLoad(
+        running=sum(int(load["num_running_reqs"]) for load in loads),
+        queued=sum(int(load["num_waiting_reqs"]) for load in loads),
+        cache_used=sum(used) / len(used),
+    )
 
 
 def _scores(sequences: Sequence[Sequence[int]], rows: list[dict[str, Any]]) -> list[list[float]]:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError
@@ -34,6 +35,35 @@ Result = TypeVar("Result")
 
 _ABORT_AGAIN_S = 0.3
 _POLL_S = 0.02
+
+
+@dataclass(slots=True)
+class AnsweredTokens:
+    """Sums over the responses of a client since the last `take_metrics`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that the engine had in its prefix cache."""
+    speculated_tokens: int = 0
+    """Response tokens of speculative decoding."""
+    verify_steps: int = 0
+
+    def add(self, prompt_tokens: int, generation: Generation) -> None:
+        """Count a new response."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += min(generation.cached_tokens, prompt_tokens)
+        if generation.verify_steps:
+            self.speculated_tokens += len(generation.response_ids)
+            self.verify_steps += generation.verify_steps
+
+    def metrics(self) -> dict[str, float]:
+        """Return cache hit rate and accept length; each is absent without its tokens."""
+        found: dict[str, float] = {}
+        if self.prompt_tokens:
+            found["engine/prefix_cache_hit_rate"] = self.cached_tokens / self.prompt_tokens
+        if self.verify_steps:
+            found["engine/spec_accept_length"] = self.speculated_tokens / self.verify_steps
+        return found
 
 
 class GenerateClient:
@@ -76,6 +106,7 @@ class GenerateClient:
             routed_width=routed_width,
         )
         self.gate = self.pool.gate
+        self._answered = AnsweredTokens()
 
     def move(self, router_url: str, *, max_connections: int) -> None:
         """Use this router from now on, with at least this number of connections at once.
@@ -155,6 +186,11 @@ class GenerateClient:
         generations = [generation for answer in answers for generation in answer]
         by_index = dict(zip(order, generations, strict=True))
         return [by_index[index] for index in range(len(partials))]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the responses since the last call, as `AnsweredTokens.metrics`."""
+        answered, self._answered = self._answered, AnsweredTokens()
+        return answered.metrics()
 
     async def hold(self, mode: HoldMode, *, deadline_s: float, expires_s: float) -> None:
         """Prepare for a weight push. A second call does no harm; a hold expires after `expires_s`.
@@ -253,7 +289,10 @@ class GenerateClient:
         watch: Watch | None,
     ) -> list[Generation]:
         generations = await self.pool.add(ids, settings, n, where, stop, watch)
-        return await self._finish(ids, settings, generations, where, stop, watch)
+        finished = await self._finish(ids, settings, generations, where, stop, watch)
+        for generation in finished:
+            self._answered.add(len(ids), generation)
+        return finished
 
     async def _finish(
         self,

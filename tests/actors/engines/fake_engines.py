@@ -75,7 +75,13 @@ class FakeEngine:
         stamp = None if self.unknown or not self.alive else self.stamp
         url = self.url() if self.alive else None
         state = {"url": url, "alive": self.alive, "stamp": stamp, "pid": os.getpid()}
-        return {"number": self.number, **state, "facts": {"starts": self.starts}}
+        return {
+            "number": self.number,
+            **state,
+            "facts": {"starts": self.starts},
+            "load": None,
+            "gpus": [],
+        }
 
     def generates(self, timeout_s: float) -> bool:
         return self.alive and self.generating

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlpipe.engines.sglang import admin
-from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine
+from rlpipe.engines.sglang.admin import MEMORY_TAGS, Engine, EngineLoad
 from rlpipe.engines.sglang.push_routes import CLOSE, OPEN
 from rlpipe.errors import DeadlineExceeded, EngineRejected, EngineUnavailable
 from rlpipe.rollout.client.generate_client import GenerateClient
@@ -232,3 +232,55 @@ async def test_a_paused_engine_releases_memory_and_resumes_it(live):
         await engine.resume_memory(("cuda_graph", "kv_cache"))
         await engine.continue_()
         np.testing.assert_allclose(await engine.score([[5, 9, 20]]), before, atol=1e-5)
+
+
+async def idle_load(engine: Engine) -> EngineLoad:
+    """Return the load once the server has published that it is idle."""
+    load = await engine.load()
+    until_s = time.monotonic() + 20
+    while load is None or load.running:
+        assert time.monotonic() < until_s, load
+        await asyncio.sleep(0.05)
+        load = await engine.load()
+    return load
+
+
+async def test_an_engine_reports_its_requests(live):
+    sampling = {"max_new_tokens": 200, "ignore_eos": True}
+    async with (
+        Engine(live.server.url) as engine,
+        GenerateClient(live.router.url, vocab_size=VOCAB_SIZE, deadline_s=60) as client,
+    ):
+        assert (await idle_load(engine)).queued == 0
+        request = asyncio.create_task(client.generate([5, 6, 7], sampling, n=4))
+        loads = []
+        while not request.done():
+            loads.append(await engine.load())
+        assert max(load.running for load in loads if load) == 4
+        assert max(load.cache_used for load in loads if load) > 0
+        assert (await idle_load(engine)).running == 0
+
+
+async def test_the_load_is_that_of_all_data_parallel_ranks(monkeypatch):
+    def rank(running: int, queued: int, used: float) -> dict[str, float]:
+        return {"num_running_reqs": running, "num_waiting_reqs": queued, "token_usage": used}
+
+    answers = [
+        httpx.Response(200, json={"loads": [rank(3, 1, 0.5), rank(2, 0, 0.1)]}),
+        httpx.Response(200, json={"loads": []}),
+        EngineRejected("refused", where="x", found="HTTP 404 Not Found"),
+    ]
+
+    async def answer(_http, method, url, **_):
+        assert (method, url) == ("GET", "http://x/v1/loads?include=core")
+        found = answers.pop(0)
+        if isinstance(found, EngineRejected):
+            raise found
+        return found
+
+    monkeypatch.setattr(admin, "call", answer)
+    async with Engine("http://x") as engine:
+        assert tuple(await engine.load() or ()) == (5, 1, pytest.approx(0.3))
+        with pytest.raises(EngineRejected, match="cannot be read"):
+            await engine.load()
+        assert await engine.load() is None, "before SGLang 0.5.21"

@@ -18,7 +18,8 @@ from rlpipe.errors import (
     EngineRejected,
     EngineUnavailable,
 )
-from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.client.generate_client import AnsweredTokens, GenerateClient
+from rlpipe.rollout.generation import Generation, joined, read_meta
 from tests.live_engine import END, START_S, VOCAB_SIZE, log_probs, make_server
 
 SAMPLING = {
@@ -130,3 +131,42 @@ async def test_a_killed_engine_is_a_named_error_within_the_deadline(live, tmp_pa
     finally:
         server.stop()
         router.stop()
+
+
+@pytest.mark.integration
+async def test_the_metrics_have_the_prompt_tokens_that_the_engine_had_in_its_cache(live):
+    prompt = [number % 90 + 5 for number in range(40)]
+    async with Engine(live.server.url) as engine, _client(live.router.url) as client:
+        assert client.take_metrics() == {}
+        await engine.flush()
+        await client.generate(prompt, SAMPLING)
+        assert client.take_metrics() == {"engine/prefix_cache_hit_rate": 0.0}
+        await client.generate(prompt, SAMPLING)
+        # An engine always computes the last token of a prompt.
+        assert client.take_metrics() == {"engine/prefix_cache_hit_rate": 39 / 40}
+        assert client.take_metrics() == {}
+
+
+def test_accept_length_is_tokens_by_forward_pass_of_speculative_responses():
+    answered = AnsweredTokens()
+    for tokens, steps, cached in ((30, 10, 3), (10, 6, 0), (7, 0, 9)):
+        answered.add(6, generation(tokens, steps, cached))
+    assert answered.metrics() == {
+        "engine/prefix_cache_hit_rate": (3 + 0 + 6) / 18,
+        "engine/spec_accept_length": 40 / 16,
+    }
+
+
+def test_a_continued_response_adds_its_forward_passes():
+    assert joined(generation(30, 10, 3), generation(10, 6, 33)).verify_steps == 16
+
+
+def generation(tokens: int, steps: int, cached: int) -> Generation:
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-0.5, 7, None]] * tokens,
+        "weight_version": "run@0@x",
+        "cached_tokens": cached,
+        **({"spec_verify_ct": steps} if steps else {}),
+    }
+    return read_meta(meta, "http://x", 1.0, 2.0)
