@@ -59,7 +59,7 @@ LOGPROB_LEGEND = (
 NO_SIGNAL_SHARE = 0.8
 NO_SIGNAL_ITERATIONS = 5
 """A run warns once if this share of groups has equal rewards in consecutive iterations."""
-ROLLOUT_PREFIXES = ("rollout/", "perf/rollout")
+ROLLOUT_PREFIXES = ("rollout/", "engine/", "perf/rollout")
 """Metrics that a user's log function may log instead of the sinks."""
 
 

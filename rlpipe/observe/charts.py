@@ -5,7 +5,7 @@ matplotlib cannot do this: its SVG has fixed colours. `pictures` draws PNG files
 
 A series is a list of (x, y); values that are not finite are excluded. A chart whose values are all
 0 is a sentence instead. A chart has a bounded size for any number of points.
-Entry points: `line_chart`, `shares`, `histogram`, `number`.
+Entry points: `line_chart`, `stacked_chart`, `shares`, `histogram`, `number`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ALL_ZERO = '<p class="constant">Every value is 0.</p>'
 
 # Margins of a line chart in pixels.
 _LEFT = 46
+_WIDE_LEFT = 64
 _RIGHT = 14
 _TOP = 12
 _BOTTOM = 26
@@ -131,6 +132,64 @@ def shares(parts: Mapping[str, float], *, width: int = 720, height: int = 26) ->
         x += length
     attributes = 'preserveAspectRatio="none" class="shares" role="img"'
     return _svg(width, height, "".join(bars), attributes)
+
+
+def stacked_chart(parts: Mapping[str, Series], *, width: int = 800, height: int = 250) -> str:
+    """Return an SVG of shares that add up to 1, one column an iteration; "" without a value.
+
+    The parts have the same iterations. Consecutive iterations share a column, as their mean, if
+    there are more than `DRAWN_POINTS`. The first part is at the bottom.
+    """
+    names = list(parts)
+    table = np.array([[y for _, y in series] for series in parts.values()])
+    xs = [x for x, _ in next(iter(parts.values()), ())]
+    if not xs or not np.isfinite(table).all():
+        return ""
+    ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
+    frame = _Frame(
+        width,
+        height,
+        _WIDE_LEFT,
+        (xs[0] - 0.5, xs[-1] + 0.5),
+        ticks,
+        tick_labels(ticks, True),
+        False,
+    )
+    columns = _parts([(x, float(index)) for index, x in enumerate(xs)], DRAWN_POINTS)
+    paths = [""] * len(names)
+    readings = []
+    for column in columns:
+        left, right = column[0][0] - 0.5, column[-1][0] + 0.5
+        shares = table[:, int(column[0][1]) : int(column[-1][1]) + 1].mean(axis=1).tolist()
+        low = 0.0
+        for number_, share in enumerate(shares):
+            (x0, y0), (x1, y1) = frame.pixels(left, low), frame.pixels(right, low + share)
+            paths[number_] += f"M{x0:.1f},{y0:.1f}H{x1:.1f}V{y1:.1f}H{x0:.1f}Z" if share else ""
+            low += share
+        readings.append(_stacked_reading(frame, column, dict(zip(names, shares, strict=True))))
+    areas = (
+        f'<path class="q{index}" shape-rendering="crispEdges" d="{path}"/>'
+        for index, path in enumerate(paths)
+        if path
+    )
+    label = escape(", ".join(names))
+    content = "".join([*areas, _axes(frame), *readings])
+    return _svg(width, height, content, f'role="img" aria-label="{label}" class="wide"')
+
+
+def _stacked_reading(frame: _Frame, column: Sequence[Point], shares: Mapping[str, float]) -> str:
+    """Return an invisible column with its shares as a tooltip."""
+    first, last = column[0][0], column[-1][0]
+    left, _ = frame.pixels(first - 0.5, 0.0)
+    right, _ = frame.pixels(last + 0.5, 0.0)
+    which = (
+        f"iteration {first:,.0f}" if first == last else f"iterations {first:,.0f} to {last:,.0f}"
+    )
+    values = ", ".join(f"{escape(name)} {share:.0%}" for name, share in shares.items())
+    return (
+        f'<rect class="reading" x="{left:.1f}" y="{_TOP}" width="{right - left:.1f}" '
+        f'height="{frame.height - _TOP - _BOTTOM}"><title>{which}: {values}</title></rect>'
+    )
 
 
 def histogram(columns: Mapping[str, np.ndarray], *, width: int = 460, height: int = 190) -> str:

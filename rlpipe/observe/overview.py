@@ -20,6 +20,9 @@ LEARNING = {
     "reward": REWARD,
     "response length": "rollout/response_len/mean",
     "groups without a spread": "rollout/zero_std_fraction",
+    "prompts that no sample solves": "rollout/pass_rate/0",
+    "prompts that some samples solve": "rollout/pass_rate/between",
+    "prompts that all samples solve": "rollout/pass_rate/100",
 }
 HEALTH = {
     "engine − trainer, largest log-prob difference": "max_logprob_difference",
@@ -27,8 +30,23 @@ HEALTH = {
     "entropy": "train/entropy",
     "clipped tokens": "train/clipfrac",
     "cut-off responses": "rollout/truncated_ratio",
+    "repeated 4-grams of tokens": "rollout/repetition_ratio",
     "reward errors": "rollout/reward_error_ratio",
     "oldest token, in weight versions": "rollout/staleness/max",
+}
+SPEED = {
+    "MFU of optimizer steps": "perf/train_mfu",
+    "MFU of scoring": "perf/scoring_mfu",
+    "MFU of sampling": "perf/rollout_mfu",
+    "TFLOP/s of optimizer steps": "perf/train_tflops",
+    "TFLOP/s of scoring": "perf/scoring_tflops",
+    "TFLOP/s of sampling": "perf/rollout_tflops",
+    "GPU use in optimizer steps": "perf/train_gpu_utilization",
+    "GPU use in sampling": "perf/rollout_gpu_utilization",
+    "prompt tokens in the engines' cache": "engine/prefix_cache_hit_rate",
+    "running requests of an engine": "engine/running_requests",
+    "queued requests of an engine": "engine/queued_requests",
+    "accepted tokens of a speculative step": "engine/spec_accept_length",
 }
 """Label → metric; metrics that a run does not have are omitted."""
 BAR_LENGTH = 20
@@ -44,6 +62,8 @@ def overview(history: RunHistory, folder: Path | None = None) -> str:
     parts += ["## Is it learning?", *_scores(history), *_figures(history, LEARNING)]
     parts += ["## Is it healthy?", *_figures(history, HEALTH)]
     parts += ["## Where did the time go?", *_times(history)]
+    if speed := _rows(history, SPEED):
+        parts.append(_table(("", "first", "now", "range", ""), speed))
     if folder is not None:
         pages = [REPORT_PAGE, *(name for name in history.links.values() if name == SAMPLES_PAGE)]
         parts += ["## Pages", *(f"- `{folder / name}`" for name in pages)]
@@ -71,6 +91,13 @@ def _scores(history: RunHistory) -> list[str]:
 
 
 def _figures(history: RunHistory, metrics: dict[str, str]) -> list[str]:
+    rows = _rows(history, metrics)
+    if not rows:
+        return ["No iteration is committed yet."]
+    return [_table(("", "first", "now", "range", ""), rows)]
+
+
+def _rows(history: RunHistory, metrics: dict[str, str]) -> list[tuple[str, ...]]:
     rows = []
     for label, metric in metrics.items():
         values = [value for _, value in history.series(metric) if math.isfinite(value)]
@@ -79,9 +106,7 @@ def _figures(history: RunHistory, metrics: dict[str, str]) -> list[str]:
             means = (sum(part) / len(part) for part in ends)
             extremes = f"{min(values):.4g} to {max(values):.4g}"
             rows.append((label, *(f"{mean:.4g}" for mean in means), extremes, sparkline(values)))
-    if not rows:
-        return ["No iteration is committed yet."]
-    return [_table(("", "first", "now", "range", ""), rows)]
+    return rows
 
 
 def _times(history: RunHistory) -> list[str]:

@@ -2,19 +2,21 @@
 
 The first screen shows the held-out score before and after, its curve, and the totals. The score is
 an accuracy if all rewards are 0 or 1, else a mean reward. Further sections: training curves, time
-per stage, log-prob difference of trainer and engine, samples before and after, and the
-configuration. A section without data is omitted. Entry points: `write_report`, `render`.
+per stage, engines and GPUs, log-prob difference of trainer and engine, samples before and after,
+and the configuration. A section without data is omitted. Entry points: `write_report`, `render`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlpipe.observe.charts import FEW_POINTS, line_chart, number, shares
+from rlpipe.observe.charts import FEW_POINTS, line_chart, number, shares, stacked_chart
 from rlpipe.observe.pages import html_page, navigation, write_whole
+from rlpipe.observe.pass_rates import PARTS
+from rlpipe.observe.pass_rates import PASS_RATE as PASS_RATES
 from rlpipe.observe.run_history import (
     PASS_RATE,
     REWARD,
@@ -29,16 +31,31 @@ from rlpipe.observe.terminal import duration
 
 KL = "train/kl_loss"
 LOSS = "train/loss"
+LENGTHS = {
+    "median": "rollout/response_len/p50",
+    "90%": "rollout/response_len/p90",
+    "99%": "rollout/response_len/p99",
+    "longest": "rollout/response_len/max",
+}
+"""Name of a curve → metric. 99% of the responses are at most as long as the curve `99%`."""
+LENGTH_MEAN = "rollout/response_len/mean"
+WORK = {"optimizer steps": "train", "scoring": "scoring", "sampling": "rollout"}
+"""Name of a curve → work in the names of `perf/` metrics."""
+GIB = 2**30
 REWARD_ERRORS = "rollout/reward_error_ratio"
 ROUNDING = 1e-5
 """Losses below come from rounding in float32."""
 CURVES = (
-    ("rollout/response_len/mean", "Response length", "tokens, mean"),
     ("rollout/truncated_ratio", "Truncated", "share of responses that hit the length limit"),
     (
         "rollout/zero_std_fraction",
         "Groups without a signal",
         "share of groups with equal rewards: they train nothing",
+    ),
+    (
+        "rollout/repetition_ratio",
+        "Repetition",
+        "share of a response's 4-grams of tokens that occurred before, mean",
     ),
     (REWARD_ERRORS, "Failed rewards", "share of samples whose reward function failed"),
     ("train/entropy", "Entropy", "of the policy, mean per token"),
@@ -69,7 +86,17 @@ def write_report(history: RunHistory, path: str | Path) -> Path:
 
 def render(history: RunHistory) -> str:
     """Return the page as HTML."""
-    sections = (_header, _hero, _totals, _training, _stages, _agreement, _samples, _setup)
+    sections = (
+        _header,
+        _hero,
+        _totals,
+        _training,
+        _stages,
+        _machines,
+        _agreement,
+        _samples,
+        _setup,
+    )
     body = "\n".join(filter(None, (section(history) for section in sections)))
     return html_page(f"{history.run} · rlpipe", body)
 
@@ -205,6 +232,9 @@ def _total_label(name: str) -> str:
 
 def _training(history: RunHistory) -> str:
     cards = [_other_set(history, name) for name in _other_sets(history)]
+    cards += _lines(history, "Response length", "tokens", LENGTHS) or _lines(
+        history, "Response length", "tokens", {"mean": LENGTH_MEAN}
+    )
     if history.evaluations and (rewards := history.series(REWARD)):
         chart = line_chart({"reward": rewards}, width=320, height=190, smooth=True)
         cards.append(_curve("Reward", "mean of the sampled responses", chart))
@@ -221,13 +251,108 @@ def _training(history: RunHistory) -> str:
         chart = line_chart({title: series}, width=320, height=190, floor=floor, smooth=True)
         if chart:
             cards.append(_curve(title, unit, chart))
-    if not cards:
+    pass_rates = _pass_rates(history)
+    if not cards and not pass_rates:
         return ""
     legend = ""
     if len(history.iterations) > FEW_POINTS:
         legend = "<p>Faint: every iteration. Bold: the moving average over a twentieth of the run."
         legend += "</p>"
-    return f'<h2>Training</h2>{legend}<div class="grid2">{"".join(cards)}</div>'
+    grid = f'<div class="grid2">{"".join(cards)}</div>' if cards else ""
+    return f"<h2>Training</h2>{legend}{pass_rates}{grid}"
+
+
+def _pass_rates(history: RunHistory) -> str:
+    """Return the distribution of the pass rate by prompt over training."""
+    parts = {name: history.series(f"{PASS_RATES}/{part}") for part, name in PARTS.items()}
+    chart = stacked_chart(parts)
+    # Rewards of another scale can be 0 or 1 in some iteration.
+    if not chart or 2 * len(parts[PARTS["0"]]) < len(history.series(REWARD)):
+        return ""
+    keys = "".join(
+        f'<span><span class="key q{index}"></span>{escape(name)}</span>'
+        for index, name in enumerate(parts)
+    )
+    return (
+        f'<figure class="card above"><h3>Pass rate by prompt</h3>{chart}'
+        f"<figcaption>share of prompts by the share of their samples that are correct"
+        f'<div class="keys">{keys}</div></figcaption></figure>'
+    )
+
+
+def _lines(
+    history: RunHistory,
+    title: str,
+    unit: str,
+    metrics: Mapping[str, str],
+    *,
+    percent: bool = False,
+    scale: float = 1.0,
+) -> list[str]:
+    """Return a card with the curves of these metrics; [] if the run has none of them."""
+    series = {name: history.series(metric) for name, metric in metrics.items()}
+    scaled = {
+        name: [(x, y * scale) for x, y in points] for name, points in series.items() if points
+    }
+    chart = line_chart(scaled, width=320, height=190, percent=percent, floor=0.0, smooth=True)
+    if not chart:
+        return []
+    return [_curve(title, unit, chart, scaled if len(scaled) > 1 else ())]
+
+
+def _machines(history: RunHistory) -> str:
+    """Return speed and memory of GPUs, and the requests of the engines."""
+
+    def of_work(metric: str) -> dict[str, str]:
+        return {name: f"perf/{work}_{metric}" for name, work in WORK.items()}
+
+    cards = [
+        *(
+            _lines(history, "MFU", "share of the GPU's peak", of_work("mfu"), percent=True)
+            or _lines(history, "Model FLOPs", "TFLOP/s of a device", of_work("tflops"))
+        ),
+        *_lines(
+            history,
+            "GPU use",
+            "share of the time in which a kernel runs, mean",
+            of_work("gpu_utilization"),
+            percent=True,
+        ),
+        *_lines(
+            history,
+            "GPU memory",
+            "GiB in use on the fullest GPU",
+            of_work("gpu_used_bytes"),
+            scale=1 / GIB,
+        ),
+        *_lines(
+            history,
+            "Prefix cache",
+            "share of the prompt tokens that the engines had computed before",
+            {"hits": "engine/prefix_cache_hit_rate"},
+            percent=True,
+        ),
+        *_lines(
+            history,
+            "KV cache",
+            "share in use, mean over engines and readings of a rollout",
+            {"in use": "engine/kv_cache_usage"},
+            percent=True,
+        ),
+        *_lines(
+            history,
+            "Requests of an engine",
+            "mean over engines and readings of a rollout",
+            {"running": "engine/running_requests", "queued": "engine/queued_requests"},
+        ),
+        *_lines(
+            history,
+            "Speculative decoding",
+            "tokens of a forward pass, mean",
+            {"accepted": "engine/spec_accept_length"},
+        ),
+    ]
+    return f'<h2>Engines and GPUs</h2><div class="grid2">{"".join(cards)}</div>' if cards else ""
 
 
 def _other_sets(history: RunHistory) -> list[str]:
@@ -245,10 +370,12 @@ def _other_set(history: RunHistory, name: str) -> str:
     return _curve(f"Held-out: {name}", measure, chart)
 
 
-def _curve(title: str, unit: str, chart: str) -> str:
+def _curve(title: str, unit: str, chart: str, names: Iterable[str] = ()) -> str:
+    """Return a card. `names`: of the curves, if there are several."""
+    keys = f'<div class="keys">{_keys(names)}</div>' if names else ""
     return (
         f'<figure class="card"><h3>{escape(title)}</h3>{chart}'
-        f"<figcaption>{escape(unit)}</figcaption></figure>"
+        f"<figcaption>{escape(unit)}{keys}</figcaption></figure>"
     )
 
 
@@ -339,5 +466,6 @@ def _setup(history: RunHistory) -> str:
 
 def _keys(names: Iterable[str]) -> str:
     return " ".join(
-        f'<span class="key b{index}"></span>{escape(name)}' for index, name in enumerate(names)
+        f'<span><span class="key b{index}"></span>{escape(name)}</span>'
+        for index, name in enumerate(names)
     )

@@ -11,10 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.observe.charts import line_chart, moving_average, number, shares, tick_labels
+from rlpipe.observe.charts import (
+    line_chart,
+    moving_average,
+    number,
+    shares,
+    stacked_chart,
+    tick_labels,
+)
+from rlpipe.observe.pass_rates import PARTS
 from rlpipe.observe.pictures import write_figure
 from rlpipe.observe.run_history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
-from rlpipe.observe.run_report import render, write_report
+from rlpipe.observe.run_report import LENGTHS, render, write_report
 from tests.observe.histories import example_history
 
 VOID = {"meta", "line", "rect", "path", "circle", "br"}
@@ -357,3 +365,85 @@ def test_a_moving_average_keeps_constants_and_shrinks_at_the_ends():
 )
 def test_numbers_are_short_texts(value, text):
     assert number(value) == text
+
+
+def with_pass_rates(iterations: int = 300) -> RunHistory:
+    history = example_history(iterations)
+    for record in history.iterations:
+        never = max(0.0, 0.6 - record.iteration / 500)
+        shares_ = dict.fromkeys(PARTS, 0.0) | {"0": never, "50_75": 0.25, "100": 0.75 - never}
+        record.metrics |= {f"rollout/pass_rate/{part}": share for part, share in shares_.items()}
+    return history
+
+
+def heights(chart: str, part: int) -> list[float]:
+    """Return the height of each column of a part in a stacked chart, in pixels."""
+    [path] = re.findall(rf'<path class="q{part}"[^>]* d="([^"]*)"', chart)
+    numbers = re.findall(r"M[\d.]+,([\d.]+)H[\d.]+V([\d.]+)H", path)
+    return [float(low) - float(high) for low, high in numbers]
+
+
+def test_the_page_shows_the_pass_rate_by_prompt_over_training():
+    page = render(with_pass_rates())
+    assert "Pass rate by prompt" in outline(page).text
+    for name in PARTS.values():
+        assert f"</span>{name}</span>" in page
+    # 300 iterations have 240 columns.
+    assert "<title>iteration 0: no sample 60%, below 25% 0%, 25 to 50% 0%, 50 to 75% 25%" in page
+
+
+def test_rewards_of_another_scale_show_no_pass_rate():
+    assert "Pass rate by prompt" not in render(example_history())
+    history = with_pass_rates()
+    for record in history.iterations[:160]:
+        for part in PARTS:
+            del record.metrics[f"rollout/pass_rate/{part}"]
+    assert "Pass rate by prompt" not in render(history), "most iterations have other rewards"
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 240, 1000])
+def test_the_columns_of_a_stacked_chart_add_up_to_its_height(iterations: int):
+    shares_ = [(k, k / iterations) for k in range(iterations)]
+    rest = [(k, 1 - share) for k, share in shares_]
+    chart = stacked_chart({"a": shares_, "b": rest})
+    plane = 250 - 12 - 26
+    low = heights(chart, 0) if iterations > 1 else []
+    high = heights(chart, 1)
+    assert len(high) == min(iterations, 240)
+    # A share of 0 draws nothing, so the first column has one part alone.
+    low = [0.0] * (len(high) - len(low)) + low
+    for first, second in zip(low, high, strict=True):
+        assert first + second == pytest.approx(plane, abs=0.11)
+    assert sum(low) / plane / len(low) == pytest.approx(
+        sum(share for _, share in shares_) / iterations, abs=0.01
+    )
+
+
+def test_a_stacked_chart_without_values_is_empty():
+    assert stacked_chart({}) == ""
+    assert stacked_chart({"a": [], "b": []}) == ""
+    assert stacked_chart({"a": [(0, math.nan)], "b": [(0, 0.5)]}) == ""
+
+
+def test_the_page_has_mfu_and_else_tflops_and_nothing_of_gpus_on_cpus():
+    history = example_history(30)
+    assert "Engines and GPUs" not in render(history)
+    for record in history.iterations:
+        record.metrics |= {"perf/train_tflops": 0.02, "engine/prefix_cache_hit_rate": 0.5}
+    text = outline(render(history)).text
+    assert "Model FLOPs" in text and "Prefix cache" in text
+    assert "MFU" not in text and "GPU memory" not in text
+    for record in history.iterations:
+        record.metrics |= {"perf/train_mfu": 0.34, "perf/train_gpu_used_bytes": 70.0 * 2**30}
+    text = outline(render(history)).text
+    assert "MFU" in text and "GPU memory" in text and "80" in text
+    assert "Model FLOPs" not in text
+
+
+def test_the_lengths_of_a_run_without_percentiles_are_their_mean():
+    history = example_history(30)
+    assert "longest" not in outline(render(history)).text
+    for record in history.iterations:
+        record.metrics |= dict.fromkeys(LENGTHS.values(), 7.0)
+    text = outline(render(history)).text
+    assert all(name in text for name in LENGTHS)
