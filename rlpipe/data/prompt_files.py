@@ -85,6 +85,7 @@ class FileRows:
                 where=path,
                 found=self.path,
                 expected="a name ending in .jsonl or .parquet",
+                do=_conversion(self.path),
             )
         num_rows = len(self._reader)
         self._numbers = range(num_rows)[row_slice]
@@ -116,6 +117,18 @@ class FileRows:
     def release(self) -> None:
         """Drop the file's content from memory; later reads open the file again."""
         self._reader.release()
+
+
+def _conversion(path: str) -> str:
+    """Return how to get a supported file from one of another type."""
+    if path.endswith(".json"):
+        return f"write its rows as lines: jq -c '.[]' {path} > {path}l"
+    if path.endswith(".csv"):
+        return (
+            'convert it: python -c "import pyarrow.csv as csv, pyarrow.parquet as pq; '
+            f"pq.write_table(csv.read_csv('{path}'), '{path.removesuffix('.csv')}.parquet')\""
+        )
+    return 'give the path of a file with an object on each line, such as {"prompt": "1+1="}'
 
 
 class _JsonLinesReader:
@@ -177,11 +190,18 @@ def _parsed_line(line: bytes, where: str, *, is_first: bool) -> dict[str, Any]:
         advice = 'write an object on each line, such as {"prompt": "1+1=", "label": "2"}'
         if is_first and line.lstrip().startswith(b"["):
             advice = "the file seems to be one JSON array; write its rows as lines: jq -c '.[]'"
+        if isinstance(error, UnicodeDecodeError):
+            advice = "write the file in UTF-8, such as with `iconv -f LATIN1 -t UTF-8`"
         # Its line is always 1.
         is_syntax = isinstance(error, json.JSONDecodeError)
         problem = f"{error.msg}, column {error.colno}" if is_syntax else str(error)
         raise DataError(
-            "the line is not JSON", where=where, found=f"{excerpt(line)} ({problem})", do=advice
+            "the line is not UTF-8"
+            if isinstance(error, UnicodeDecodeError)
+            else "the line is not JSON",
+            where=where,
+            found=f"{excerpt(line)} ({problem})",
+            do=advice,
         ) from error
     if not isinstance(content, dict):
         raise DataError(
@@ -306,7 +326,7 @@ def _read_range(path: str, start: int, length: int | None) -> bytes:
             where=path,
             found=f"{type(error).__name__}: {error}",
             expected="a file, an fsspec URL, or hf://datasets/org/name/path of a file on the Hub",
-            do="correct data.prompts.paths; a relative path counts from the recipe's folder, "
+            do="correct the path (prompts.paths); a relative path counts from the recipe's folder, "
             "else from the current folder",
         ) from error
 

@@ -1,6 +1,9 @@
 """Rows of prompt files, and refusal of bad rows."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -113,9 +116,30 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
         load_prompts(source(tmp_path / "a.parquet"))
 
 
-def test_another_file_type_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"\.jsonl or \.parquet"):
+@pytest.mark.parametrize(
+    ("name", "do"),
+    [("a.json", "jq -c .* > .*a.jsonl"), ("a.csv", "read_csv"), (".", "the path of a file")],
+)
+def test_another_file_type_is_refused_with_a_way_to_convert_it(tmp_path, name, do):
+    with pytest.raises(DataError, match=r"\.jsonl or \.parquet") as caught:
+        load_prompts(source(tmp_path / name))
+    assert re.search(do, caught.value.do)
+
+
+def test_the_command_for_a_csv_file_writes_its_rows(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("prompt,label\n1+1=,2\n")
+    with pytest.raises(DataError) as caught:
         load_prompts(source(tmp_path / "a.csv"))
+    program = re.search(r'python -c "(.*)"', caught.value.do)[1]
+    subprocess.run([sys.executable, "-c", program], check=True)
+    (row,) = load_prompts(source(tmp_path / "a.parquet", label_key="label"))
+    assert (row.prompt, row.label) == ("1+1=", "2")
+
+
+def test_another_encoding_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"a.jsonl:1: the line is not UTF-8[\s\S]*iconv"):
+        load_prompts(source(tmp_path / "a.jsonl"))
 
 
 def test_a_label_is_the_group_of_its_pattern(tmp_path: Path):
