@@ -247,7 +247,11 @@ def _run_import(
         return run()
     except (ImportError, SyntaxError, RecursionError) as error:
         raise ConfigError(
-            problem, where=path, found=error_text(error), expected=expected
+            problem,
+            where=path,
+            found=_import_problem(error),
+            expected=expected,
+            do=_import_advice(error),
         ) from error
     except SystemExit as error:
         raise ConfigError(
@@ -259,9 +263,28 @@ def _run_import(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's code may raise any exception
-        raise ConfigError(problem, where=path, found=error_with_line(error)) from error
+        raise ConfigError(
+            problem, where=path, found=error_with_line(error), do="correct this line"
+        ) from error
     finally:
         exit_if_forked(pid, run)
+
+
+def _import_problem(error: Exception) -> str:
+    """Return the text of an error of an import, with file and line where they help."""
+    if isinstance(error, SyntaxError):  # its text has the name of the file without the folder
+        line = f": {error.text.strip()}" if error.text else ""
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}{line})"
+    return error_with_line(error)
+
+
+def _import_advice(error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return "correct this line"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"install {package} for {sys.executable}, or correct the import"
+    return "correct the import"
 
 
 def error_with_line(error: BaseException) -> str:
