@@ -191,8 +191,8 @@ def evaluation_config(
             where="evaluation.datasets",
             found="none",
             do="name a recipe that has some with --recipe, or give one: --eval-prompt-data NAME "
-            "FILE.jsonl --eval-label-key answer, or 'evaluation.datasets=[{name: NAME, prompts: "
-            "{type: file, paths: [FILE.jsonl], label_key: answer}}]'",
+            "FILE.jsonl --eval-input-key prompt --eval-label-key answer, or 'evaluation.datasets="
+            "[{name: NAME, prompts: {type: file, paths: [FILE.jsonl], label_key: answer}}]'",
         )
     return config
 
@@ -219,7 +219,9 @@ def saved_weights(files: Files, run: str, iteration: int | None) -> BranchModel:
         found=f"checkpoints of {', '.join(names)}" if names else "no checkpoint",
         expected="weights that were saved: at the end, and every checkpoint.save_interval "
         "iterations",
-        do="name one of those" if names else None,
+        do=f"name one of those, such as {names[0]}"
+        if names
+        else "let the run end, or start a run that saves more often: checkpoint.save_interval=10",
     )
 
 

@@ -41,7 +41,7 @@ from rlpipe.data.tokens import has_chat_template, no_template_error, require_tex
 from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.engines.sglang.served_models import check_served
-from rlpipe.errors import ConfigError, ResourceError, RlpipeError
+from rlpipe.errors import ConfigError, DataError, ResourceError, RlpipeError
 from rlpipe.lineage.continuation import check_same_run
 from rlpipe.lineage.named_runs import require_run
 from rlpipe.lineage.source_weights import (
@@ -88,7 +88,11 @@ def _check_run(config: RunConfig, home: Path, planned: Collection[str]) -> None:
         datasets = config.evaluation.datasets
         rewards = [config.reward, *(dataset.reward or config.reward for dataset in datasets)]
         sources = [config.data.prompts, *(dataset.prompts for dataset in datasets)]
-        rows = [_checked_rows(source) if source else [] for source in sources]
+        names = ["", *(f"evaluation.datasets of name {dataset.name}" for dataset in datasets)]
+        rows = [
+            _checked_rows(source, name) if source else []
+            for source, name in zip(sources, names, strict=True)
+        ]
         importing.wait()
     sampled = [config.rollout.model_copy(update=dataset.sampling()) for dataset in datasets]
     for reward, rollout, checked in zip(rewards, [config.rollout, *sampled], rows, strict=True):
@@ -334,10 +338,18 @@ def _check_functions(rollout: RolloutConfig) -> None:
     load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s)
 
 
-def _checked_rows(source: PromptSource) -> Sequence[PromptRow]:
-    """Check the rows of a source and return them; of generated ones only the first."""
+def _checked_rows(source: PromptSource, held_out: str) -> Sequence[PromptRow]:
+    """Check the rows of a source and return them; of generated ones only the first.
+
+    `held_out` names a held-out set in errors; "" for the prompts of training.
+    """
     if isinstance(source, FilePrompts):
-        return load_prompts(source)
+        try:
+            return load_prompts(source)
+        except DataError as error:
+            if held_out:
+                error.add_note(f"in {held_out}; flags: --eval-prompt-data, --eval-input-key, ...")
+            raise
     return load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))
 
 

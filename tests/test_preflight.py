@@ -113,6 +113,7 @@ def test_the_error_of_a_bad_prompt_row_names_file_and_line(folder: Path, name: s
     with pytest.raises(DataError) as caught:
         check(config(folder), folder)
     assert caught.value.where == f"{folder}/{name}.jsonl:2"
+    assert ("in evaluation.datasets of name held" in str(caught.value)) == (name == "held")
 
 
 @pytest.mark.parametrize("name", ["train", "held"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ import pytest
 from flows.derived_runs import evaluation_config, saved_weights
 from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
+from rlpipe.data.prompts import load_prompts
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.slime.command_line import read_flags
+from rlpipe.slime.flag_keys import overrides_of
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
@@ -110,6 +114,20 @@ def test_the_model_of_a_recipe_is_evaluated_without_a_run(home: Path):
 def test_wrong_input_is_refused_at_once(home: Path, asked: dict[str, Any], problem: str):
     with pytest.raises(ConfigError, match=problem):
         evaluation_config(home, **asked)
+
+
+def test_the_advice_without_held_out_sets_can_be_followed(home: Path):
+    none = "evaluation.datasets=[]"
+    with pytest.raises(ConfigError) as caught:
+        evaluation_config(home, run="old", overrides=[none])
+    flags, key = re.findall(r"--eval-[^,]*|(?<=')evaluation.*(?=')", str(caught.value.do))
+    (home / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = [text.replace("FILE.jsonl", f"{home}/rows.jsonl") for text in (flags, key)]
+    for overrides in (overrides_of(read_flags(words[0].split())), [words[1]]):
+        config = evaluation_config(home, run="old", overrides=[none, *overrides])
+        (held,) = config.evaluation.datasets
+        (row,) = load_prompts(held.prompts)
+        assert (row.prompt, row.label) == ("1+1=", "2")
 
 
 @pytest.fixture

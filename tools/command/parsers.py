@@ -96,7 +96,8 @@ def evaluate() -> argparse.ArgumentParser:
         "evaluate",
         "Evaluate weights on held-out sets.",
         usage="%(prog)s (--of RUN[@K] | --recipe FILE) [options] [dotted.key=value ...]",
-        epilog="Other sets: --eval-prompt-data NAME FILE.jsonl --eval-label-key answer. "
+        epilog="Other sets: --eval-prompt-data NAME FILE.jsonl --eval-input-key prompt "
+        "--eval-label-key answer. "
         f"Example: {COMMAND} evaluate --of my_run rollout.rollout_temperature=0.6",
     )
     parser.add_argument(
