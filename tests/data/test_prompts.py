@@ -123,15 +123,16 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
 def test_another_file_type_is_refused_with_a_way_to_convert_it(tmp_path, name, do):
     with pytest.raises(DataError, match=r"\.jsonl or \.parquet") as caught:
         load_prompts(source(tmp_path / name))
-    assert re.search(do, caught.value.do)
+    assert re.search(do, str(caught.value.do))
 
 
 def test_the_command_for_a_csv_file_writes_its_rows(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("prompt,label\n1+1=,2\n")
     with pytest.raises(DataError) as caught:
         load_prompts(source(tmp_path / "a.csv"))
-    program = re.search(r'python -c "(.*)"', caught.value.do)[1]
-    subprocess.run([sys.executable, "-c", program], check=True)
+    program = re.search(r'python -c "(.*)"', str(caught.value.do))
+    assert program
+    subprocess.run([sys.executable, "-c", program[1]], check=True)
     (row,) = load_prompts(source(tmp_path / "a.parquet", label_key="label"))
     assert (row.prompt, row.label) == ("1+1=", "2")
 
