@@ -52,6 +52,7 @@ def test_engines_that_join_wait_and_leave_are_reported_once_each():
     reports.show(engines(True, True, False))
     reports.show(engines(True))
     reports.show(engines(True))
+    reports.show(engines(True, False))
     assert said == [
         "mine: engine 1 joins and is started; 2 engines",
         "mine: engine 2 waits for room in the Ray cluster",
@@ -59,6 +60,7 @@ def test_engines_that_join_wait_and_leave_are_reported_once_each():
         "mine: engine 1 is up (20.0 s)",
         "mine: engine 1 has left; 1 engine",
         "mine: engine 2 has left; 1 engine",
+        "mine: engine 1 joins and is started; 2 engines",
     ]
 
 

@@ -288,7 +288,7 @@ def test_an_engine_that_joins_waits_for_room_and_gives_it_back(local_ray: str):
 
 @pytest.mark.integration
 def test_without_nodes_of_the_labels_there_is_no_room(local_ray: str):
-    resources = ResourcesConfig(engine_labels={"kind": "spot"}, start_timeout_s=0.5)
+    resources = ResourcesConfig(engine_labels={"kind": "spot"}, start_timeout_s=4)
     placement = Placement("labelled", resources)
     with pytest.raises(ResourceError) as caught:
         placement.reserve(engines=1)
