@@ -222,11 +222,11 @@ class History:
         )
         columns = with_advantages(batch, columns, self.config.advantage, slime_args(self.config))
         inputs = advantage_inputs(self.config, rollout.digest, reward.digest, self._state)
-        record = write_batch(self.files, inputs.digest, batch, columns)
+        written = write_batch(self.files, inputs.digest, batch, columns)
         outputs = {
             "groups": list(batch.groups),
             "dropped": batch.dropped,
             "samples": len(columns),
             "seconds": 0.1,
         }
-        return self._nodes.commit(inputs.node(files=(record,), outputs=outputs))
+        return self._nodes.commit(inputs.node(files=written.files, outputs=outputs))

@@ -5,6 +5,7 @@
 | rollout   | `plans/<plan>/groups/*.parquet`           | samples (written during the rollout)     |
 | reward    | `data/reward/<digest>/rewards-*.parquet`  | rewards                                  |
 | advantage | `data/advantage/<digest>/batch-*.parquet` | all that `train` needs, one row a sample |
+|           |                                           | (several files if the batch is large)    |
 | train     | `data/train/<digest>/packing-*.json`      | the packing plan                         |
 | eval      | `data/eval/<digest>/samples-*.parquet`    | samples with their rewards               |
 
@@ -14,9 +15,9 @@ node's record names the file that counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +50,11 @@ from rlpipe.types import FileRecord, Node, Sample, Stage
 
 FLOAT_COLUMNS = tuple(name for name in RESPONSE_COLUMNS if name != "loss_mask")
 """Response columns of a batch that are float32 and may be missing."""
+FILE_BYTES = 64 * 2**20
+"""Bytes of a batch file before encoding, at most, if it has more than one share."""
+ROWS = "rows"
+"""Output of an advantage node with several batch files: the sizes of all samples."""
+SIZES = ("prompt_len", "response_len", "loss_tokens")
 
 
 def read_samples(
@@ -105,37 +111,83 @@ def read_scored(files: Files, rollout: Node, reward: Node) -> list[Sample]:
     ]
 
 
+class WrittenBatch(NamedTuple):
+    """A batch in the store."""
+
+    files: tuple[FileRecord, ...]
+    outputs: dict[str, Any]
+    """Further outputs of the advantage node: ROWS, if the batch has several files."""
+
+
 def write_batch(
     files: Files,
     digest: str,
     batch: Batch,
     columns: BatchColumns,
     shares: Sequence[Sequence[int]] | None = None,
-) -> FileRecord:
-    """Write the batch file of an advantage node.
+) -> WrittenBatch:
+    """Write the batch of an advantage node.
 
     `columns`: the columns of the batch with log-probs and advantages. `shares`: samples that the
-    ranks will read, each sample in one share. A share is a row group of the file, or several.
+    ranks will read, each sample in one share. A share is a row group of a file, or several. A large
+    batch has several files of whole shares, and a rank reads only those of its samples.
     """
     shares = [share for share in shares or [range(len(columns))] if len(share)]
     order = np.array([sample for share in shares for sample in share], np.int64)
     assert np.array_equal(np.sort(order), np.arange(len(columns))), "shares of another batch"
     in_order = bool((np.diff(order) > 0).all())
+    folder = data_folder(Stage.ADVANTAGE, digest)
+    records = []
+    for part in _files_of(shares, columns):
+        samples = np.array([sample for share in part for sample in share], np.int64)
+        table = _batch_table(batch, columns, samples, in_order=in_order)
+        row_groups = [len(share) for share in part]
+        records.append(write_table(files, folder, "batch", table, row_groups))
+    outputs = {ROWS: _recorded_rows(columns, order)} if len(records) > 1 else {}
+    return WrittenBatch(tuple(records), outputs)
+
+
+def _files_of(
+    shares: Sequence[Sequence[int]], columns: BatchColumns
+) -> Iterator[list[Sequence[int]]]:
+    """Yield the shares of each file: at most FILE_BYTES, or one share."""
+    present = sum(getattr(columns, name) is not None for name in FLOAT_COLUMNS)
+    sizes = 4 * columns.lengths + (1 + 4 * present) * columns.response_lengths
+    if (experts := columns.routed_experts) is not None:
+        sizes = sizes + columns.lengths * experts.itemsize * experts.shape[1]
+    part: list[Sequence[int]] = []
+    part_bytes = 0
+    for share in shares:
+        share_bytes = int(sizes[np.array(share)].sum())
+        if part and part_bytes + share_bytes > FILE_BYTES:
+            yield part
+            part = []
+            part_bytes = 0
+        part.append(share)
+        part_bytes += share_bytes
+    # A batch without samples has a file too.
+    yield part
+
+
+def _batch_table(
+    batch: Batch, columns: BatchColumns, samples: np.ndarray, *, in_order: bool
+) -> pa.Table:
+    """Return the rows of these samples. `in_order`: the batch's rows are in order of samples."""
     loss_tokens = columns.sizes.loss_tokens
     assert loss_tokens is not None
-    if not in_order:
-        columns = columns.select(order)
+    if not np.array_equal(samples, np.arange(len(columns))):
+        columns = columns.select(samples)
     offsets = columns.response_offsets
     values = {
-        "group_id": [batch.group_ids[sample] for sample in order],
-        "index": [batch.indices[sample] for sample in order],
+        "group_id": [batch.group_ids[sample] for sample in samples],
+        "index": [batch.indices[sample] for sample in samples],
         "tokens": from_ragged(columns.tokens, columns.offsets, pa.int32()),
         "prompt_len": columns.prompt_lengths.astype(np.int32),
         "rollout": columns.rollout,
         "loss_mask": from_ragged(columns.loss_mask.astype(np.uint8), offsets, pa.uint8()),
         "response_len": columns.response_lengths.astype(np.int32),
-        "loss_tokens": loss_tokens[order].astype(np.int32),
-        "row": None if in_order else order.astype(np.int32),
+        "loss_tokens": loss_tokens[samples].astype(np.int32),
+        "row": None if in_order else samples.astype(np.int32),
     }
     for name in FLOAT_COLUMNS:
         if (column := getattr(columns, name)) is not None:
@@ -143,39 +195,71 @@ def write_batch(
     if columns.routed_experts is not None:
         rows = np.split(columns.routed_experts, columns.offsets[1:-1])
         values["routed_experts"] = from_experts(rows)
-    table = make_table(BATCH, values, "batch")
-    row_groups = [len(share) for share in shares]
-    return write_table(files, data_folder(Stage.ADVANTAGE, digest), "batch", table, row_groups)
+    return make_table(BATCH, values, "batch")
+
+
+def _recorded_rows(columns: BatchColumns, order: np.ndarray) -> dict[str, Any]:
+    """Return what a rank must know of samples that it does not read: their sizes.
+
+    Lists are in the order of the rows of all files.
+    """
+    sizes = columns.sizes
+    assert sizes.loss_tokens is not None
+    return {
+        "sample": order.tolist(),
+        "prompt_len": sizes.prompt_lengths[order].tolist(),
+        "response_len": sizes.response_lengths[order].tolist(),
+        "loss_tokens": sizes.loss_tokens[order].tolist(),
+        "rollout": None if sizes.rollout is None else sizes.rollout[order].tolist(),
+        "scored": columns.proximal_log_probs is not None,
+    }
 
 
 class StoredBatch:
     """The batch of an advantage node: the sizes of all samples, and the columns of some.
 
-    The bytes of the whole file are read, and have the recorded sha256. Samples are decoded by row
-    groups, and the rules of the table are checked on the samples that are read.
+    Files with such samples are read as a whole, and have the recorded sha256. Samples are decoded
+    by row groups, and the rules of the table are checked on the samples that are read.
     """
 
     def __init__(self, files: Files, advantage: Node) -> None:
         """Raises: ObjectMissing, ObjectCorrupt."""
         self.digest = advantage.digest
-        (self._table,) = open_tables(files, advantage.files)
-        self._table.require(BATCH)
-        self.sizes, row = _sizes(self._table)
-        """Sizes of all samples, with `loss_tokens`."""
+        self._files = files
+        self._records = advantage.files
+        self._tables: dict[int, StoredTable] = {}
+        """The files that were read, by number."""
+        rows = advantage.outputs.get(ROWS)
+        if rows is None:
+            table = self._table(0)
+            self.sizes, row = _sizes(table)
+            self.scored = table.has(["proximal_log_probs"])
+            self._ends = np.array([table.num_rows])
+        else:
+            self.sizes, row = _sizes_of_rows(rows, files.url(f"nodes/advantage/{self.digest}.json"))
+            self.scored = bool(rows["scored"])
+            self._ends = np.cumsum([record.rows or 0 for record in self._records])
+        if (len(self._records) > 1) != (rows is not None) or self._ends[-1] != len(row):
+            raise ObjectCorrupt(
+                "the files of a batch have not the recorded rows",
+                where=files.url(self._records[0].path),
+                found=f"{len(self._records)} files with {self._ends[-1]} rows",
+                expected=f"{len(row)} rows",
+            )
         self._place = np.argsort(row)
-        """[N]: row of the file of each sample."""
+        """[N]: row of each sample, counted over all files."""
+
+    sizes: BatchSizes
+    """Sizes of all samples, with `loss_tokens`."""
+    scored: bool
+    """True if the batch has proximal log-probs."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @property
-    def scored(self) -> bool:
-        """True if the batch has proximal log-probs."""
-        return self._table.has(["proximal_log_probs"])
-
     def keys(self) -> list[tuple[str, int]]:
-        """Return (group id, index) of each sample."""
-        keys = self._table.read_part([]).take(pa.array(self._place))
+        """Return (group id, index) of each sample. Reads all files."""
+        keys = self._rows(np.arange(len(self)), []).take(pa.array(self._place))
         return list(zip(keys["group_id"].to_pylist(), keys["index"].to_pylist(), strict=True))
 
     def columns(self, samples: np.ndarray | None = None) -> BatchColumns:
@@ -193,10 +277,55 @@ class StoredBatch:
 
     def _read(self, samples: np.ndarray) -> BatchColumns:
         places = self._place[samples]
-        table = self._table.read_part(BATCH.names, np.sort(places))
+        table = self._rows(np.sort(places), BATCH.names)
         if (np.diff(places) < 0).any():
             table = table.take(pa.array(np.argsort(np.argsort(places))))
-        return _batch_columns(table)
+        columns = _batch_columns(table)
+        expected = (self.sizes.prompt_lengths[samples], self.sizes.response_lengths[samples])
+        if not np.array_equal([columns.prompt_lengths, columns.response_lengths], expected):
+            raise ObjectCorrupt(
+                "samples of a batch have other lengths than recorded",
+                where=self._files.url(f"nodes/{Stage.ADVANTAGE}/{self.digest}.json"),
+            )
+        return columns
+
+    def _rows(self, rows: np.ndarray, names: Sequence[str]) -> pa.Table:
+        """Return columns of these rows, ascending numbers over all files."""
+        number = np.searchsorted(self._ends, rows, side="right")
+        tables = [
+            self._table(each).read_part(
+                names, rows[number == each] - (self._ends[each - 1] if each else 0)
+            )
+            for each in np.unique(number).tolist() or [0]
+        ]
+        return pa.concat_tables(tables).combine_chunks()
+
+    def _table(self, number: int) -> StoredTable:
+        if number not in self._tables:
+            (table,) = open_tables(self._files, self._records[number : number + 1])
+            table.require(BATCH)
+            self._tables[number] = table
+        return self._tables[number]
+
+
+def _sizes_of_rows(rows: dict[str, Any], where: str) -> tuple[BatchSizes, np.ndarray]:
+    """Return the recorded sizes of all samples, and the number of each row's sample.
+
+    Raises: ObjectCorrupt.
+    """
+    row = np.array(rows["sample"], np.int64)
+    _require_each_once(row, where)
+    place = np.argsort(row)
+    sizes = (np.array(rows[name], np.int64)[place] for name in SIZES)
+    prompts, responses, loss_tokens = sizes
+    rollout = None if rows["rollout"] is None else np.array(rows["rollout"])[place]
+    return BatchSizes(prompts, responses, rollout, loss_tokens), row
+
+
+def _require_each_once(row: np.ndarray, where: str) -> None:
+    """Raises: ObjectCorrupt unless each sample has one row."""
+    if not np.array_equal(np.sort(row), np.arange(len(row))):
+        raise ObjectCorrupt("rows of a batch have not each number once", where=where)
 
 
 def _sizes(table: StoredTable) -> tuple[BatchSizes, np.ndarray]:
@@ -216,8 +345,7 @@ def _sizes(table: StoredTable) -> tuple[BatchSizes, np.ndarray]:
     if scalars["row"].null_count or table.num_rows == 0:
         return BatchSizes(prompts, responses, rollout, loss_tokens), np.arange(table.num_rows)
     row = to_numpy(scalars["row"]).astype(np.int64)
-    if not np.array_equal(np.sort(row), np.arange(len(row))):
-        raise ObjectCorrupt("rows of a batch have not each number once", where=table.where)
+    _require_each_once(row, table.where)
     place = np.argsort(row)
     sizes = BatchSizes(
         prompts[place],

@@ -359,9 +359,10 @@ class Reprocessor:
         batch, columns = made
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
         outputs["metrics"] = batch_metrics(batch, columns)
-        record = write_batch(self._files, inputs.digest, batch, columns)
+        written = write_batch(self._files, inputs.digest, batch, columns)
+        outputs |= written.outputs
         return work.commit(
-            inputs, {"outputs": outputs, "files": [record]}, time.perf_counter() - started_s
+            inputs, {"outputs": outputs, "files": written.files}, time.perf_counter() - started_s
         ), ""
 
 

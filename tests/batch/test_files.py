@@ -99,7 +99,9 @@ def test_a_batch_is_read_as_it_was_written(made: tuple[Batch, BatchColumns]):
     batch, columns = made
     with tempfile.TemporaryDirectory() as folder:
         files = Files(folder)
-        back = read_batch(files, node(Stage.ADVANTAGE, write_batch(files, DIGEST, batch, columns)))
+        back = read_batch(
+            files, node(Stage.ADVANTAGE, *write_batch(files, DIGEST, batch, columns).files)
+        )
     for column in fields(BatchColumns):
         wrote = getattr(columns, column.name)
         read = getattr(back, column.name)

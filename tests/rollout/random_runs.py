@@ -215,8 +215,8 @@ class RandomRun(Generic[W]):
         nodes = {Stage.ROLLOUT: node.digest}
         if batch is not None and trained:
             advantage = make_node(Stage.ADVANTAGE, {"rollout": node.digest})
-            record = write_batch(self.files, advantage.digest, batch, batch.columns)
-            advantage = self.nodes.commit(advantage.model_copy(update={"files": (record,)}))
+            written = write_batch(self.files, advantage.digest, batch, batch.columns)
+            advantage = self.nodes.commit(advantage.model_copy(update={"files": written.files}))
             nodes[Stage.ADVANTAGE] = advantage.digest
         self.write(
             Commit(

@@ -106,15 +106,16 @@ class TrainerRank(Rank[MegatronEngine]):
                 batch, scored, spec.advantage, spec.hook_args, iteration=version
             )
         shares = shares_of(self._plan_packing(columns.sizes))
-        record = write_batch(self._files, key, batch, columns, shares)
+        written = write_batch(self._files, key, batch, columns, shares)
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
+        outputs |= written.outputs
         if spec.advantage.reference:
             outputs["reference_version"] = self._reference_version
         if spec.critic is not None:
             outputs["critic_only"] = version < spec.critic.num_critic_only_steps
         outputs["metrics"] = batch_metrics(batch, columns) | critic_metrics(columns) | speed
         seconds = time.perf_counter() - start
-        return {"files": [record], "outputs": outputs, "seconds": seconds}
+        return {"files": list(written.files), "outputs": outputs, "seconds": seconds}
 
     def _scores(self, batch: BatchSizes) -> bool:
         """True if the policy scores this batch before it is trained."""

@@ -198,7 +198,7 @@ def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weight
     metrics = {"rollout/staleness/max": float(version - 3)}
     node = nodes.commit(
         inputs.node(
-            files=(write_batch(files, inputs.digest, batch, batch.columns),),
+            files=write_batch(files, inputs.digest, batch, batch.columns).files,
             outputs={"metrics": metrics},
         )
     )
@@ -262,7 +262,7 @@ def test_the_probe_of_a_push_reads_the_file_of_the_trained_batch_only_if_it_is_n
     rank._nodes = Nodes(files)
     _, _, batch = sampled_batch(files, 3)
     node = Inputs(Stage.ADVANTAGE, {"rollout": "r", "reward": "w", "before": "b"}).node(
-        files=[write_batch(files, "batch", batch, batch.columns)], outputs={}
+        files=write_batch(files, "batch", batch, batch.columns).files, outputs={}
     )
     rank._nodes.commit(node)
     made: Any = rank

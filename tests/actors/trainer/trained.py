@@ -155,9 +155,9 @@ class Trained:
         inputs = Inputs(
             Stage.ADVANTAGE, {"rollout": f"rollout {k}", "reward": f"reward {k}", "before": before}
         )
-        record = write_batch(self.files, inputs.digest, batch, columns)
+        written = write_batch(self.files, inputs.digest, batch, columns)
         return self.nodes.commit(
-            inputs.node(files=(record,), outputs={"groups": list(batch.groups), "dropped": {}})
+            inputs.node(files=written.files, outputs={"groups": list(batch.groups), "dropped": {}})
         )
 
     async def train(self, batch: Node, before: str, k: int) -> Node:

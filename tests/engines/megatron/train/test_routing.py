@@ -182,7 +182,7 @@ def test_experts_pass_through_the_store(models, start, tmp_path):
     fixed = Batch(
         columns, tuple(f"g{i:02d}" for i in keys), tuple(keys), np.zeros(len(batch)), {}, None
     )
-    record = write_batch(files, "d" * 64, fixed, columns)
+    (record,) = write_batch(files, "d" * 64, fixed, columns).files
     back = read_batch(
         files,
         Node(
