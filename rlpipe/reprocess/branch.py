@@ -358,9 +358,8 @@ class Reprocessor:
             return None, made
         batch, columns = made
         outputs = {"groups": list(batch.groups), "dropped": batch.dropped, "samples": len(columns)}
-        outputs["metrics"] = batch_metrics(batch, columns)
         written = write_batch(self._files, inputs.digest, batch, columns)
-        outputs |= written.outputs
+        outputs |= {"metrics": batch_metrics(batch, columns), **written.outputs}
         return work.commit(
             inputs, {"outputs": outputs, "files": written.files}, time.perf_counter() - started_s
         ), ""
