@@ -52,6 +52,11 @@ class RlpipeError(Exception):
         self.do = do
         super().__init__(problem)
 
+    @property
+    def kind(self) -> str:
+        """Name of the error in front of its text in a terminal."""
+        return type(self).__name__
+
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
         for label, value in (("found", self.found), ("expected", self.expected), ("do", self.do)):
@@ -159,6 +164,11 @@ class GateClosed(RlpipeError):
 
 class Fenced(RlpipeError):
     """Another driver owns this branch now. This process must not write to it."""
+
+    @property
+    def kind(self) -> str:
+        """Return a word that needs no knowledge of fencing."""
+        return "InUse"
 
 
 class DeadlineExceeded(RlpipeError, TimeoutError):

@@ -117,3 +117,8 @@ def test_store_error_is_the_base_of_all_errors_of_the_store():
         StoreFull,
         ObjectMissing,
     }
+
+
+def test_a_terminal_shows_a_word_that_users_know():
+    assert errors.Fenced("the run a is running").kind == "InUse"
+    assert ConfigError("wrong").kind == "ConfigError"

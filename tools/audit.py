@@ -82,7 +82,7 @@ def main() -> int:
         check_run_exists(files, run)
         return COMMANDS[arguments.command](files, run, int(number) if number else None, arguments)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
 
 

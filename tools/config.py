@@ -42,7 +42,7 @@ def main() -> int:
         apply_flags(arguments, flags)
         config, origin = load_with_origin(arguments.recipe, arguments.overrides, arguments.run)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     for note in notes(flags):
         print(note, file=sys.stderr)

@@ -88,7 +88,7 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues from here", file=sys.stderr)

@@ -87,7 +87,7 @@ def main() -> int:
             else None
         )
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     root = arguments.store or (config.store.root if config else None) or f"{folder}/store"
     failed = 0

@@ -35,7 +35,7 @@ def main() -> int:
             before = request_engines(files, home(), run, arguments.engines)
             print(f"{run}: {change(before, arguments.engines)}")
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     return 0
 

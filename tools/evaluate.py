@@ -37,7 +37,7 @@ def main() -> int:
         use_home(arguments.home)
         parameters, config = flow_parameters(arguments, rest)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
 
     def start() -> Awaitable[dict[str, Any]]:

@@ -43,7 +43,7 @@ def main() -> int:
             return 0
         check(config, home())
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
 
     def start() -> Awaitable[dict[str, Any]]:

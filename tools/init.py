@@ -36,7 +36,7 @@ def main() -> int:
     try:
         make(folder)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     print(
         f"made {folder}: {', '.join(FILES)}\n\n"

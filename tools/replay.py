@@ -45,7 +45,7 @@ def main() -> int:
             )
         )
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         if error.where == "resources.ray_address" and arguments.ray_address is None:
             print(f"  or:       replay on a Ray of its own: {AGAIN}", file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ def main() -> int:
         use_home(arguments.home)
         print(f"written: {write(home() / arguments.run)}")
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -48,7 +48,7 @@ def main() -> int:
             trained = load_run(recipe, (), arguments.train)
             check(trained, home(), planned=[branch.config.run])
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
 
     def start() -> Awaitable[dict[str, Any]]:

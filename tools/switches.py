@@ -53,7 +53,7 @@ def main() -> int:
         use_home(arguments.home)
         rows = summary(switches(home() / arguments.run))
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     if arguments.json:
         print(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows], indent=1))

@@ -54,7 +54,7 @@ def main() -> int:
         path = arguments.out or folder / "timeline.json.gz"
         written = write_timeline(path, works(events), sampled)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     print(f"written: {written} events, {path}; open it at https://ui.perfetto.dev")
     return 0

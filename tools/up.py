@@ -415,7 +415,7 @@ def main() -> int:
             elif not arguments.status:
                 code = up(servers, arguments.site)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     print(status_text(servers))
     return code

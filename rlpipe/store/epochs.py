@@ -270,8 +270,7 @@ class Epochs:
             )
         return Fenced(
             f"the run {held.branch} is running in another process",
-            where=where,
-            found=found,
+            found=f"{found}; its record is {where}",
             expected="one process at a time for each run",
             do=f"end that process, or wait (a dead one blocks for {left_s:.0f} s more); or replace "
             "it now with --takeover; or start a run of another name with --run NAME",

@@ -24,6 +24,7 @@ from rlpipe.config.load import validate
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.errors import ActorLost, DataError, DeadlineExceeded, Fenced, ResourceError
 from rlpipe.lineage.states import Lineage
+from rlpipe.store.engine_targets import EngineTargets
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Stage
@@ -313,3 +314,35 @@ async def test_the_conductor_reports_what_a_start_waits_for(
     await conductor.open(FIRST, spec(tmp_path))
     assert seen == [["CPUs and GPUs of the run"]]
     assert await conductor.starting() == []
+
+
+def with_engines(folder: Path, configured: int) -> ClusterSpec:
+    rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    config = {
+        "run": "run",
+        "num_rollout": 1,
+        "model": {"source": {"type": "huggingface", "hf_checkpoint": "/m"}},
+        "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+        "rollout": rollout,
+        "reward": {"function": {"type": "math"}},
+        "resources": {"rollout_num_gpus": configured},
+    }
+    return ClusterSpec(validate(config), str(folder), "/m", str(folder / "store"))
+
+
+@pytest.mark.parametrize(
+    ("requested", "present", "first", "kept"),
+    [(None, [], 2, 2), (4, [], 2, 4), (1, [], 1, 2), (1, [0, 1, 2], 1, 3)],
+)
+async def test_a_start_waits_for_the_configured_engines_at_most(
+    tmp_path: Path, requested: int | None, present: list[int], first: int, kept: int
+):
+    conductor = Conductor("tests", str(Path.cwd()))
+    if requested is not None:
+        EngineTargets(Files(tmp_path / "store")).request("run", requested, configured=2)
+    if present:
+        engines = [SimpleNamespace(number=number) for number in present]
+        other: Any = SimpleNamespace(engines=engines, spec=SimpleNamespace(devices=None))
+        conductor._state.fleet = other
+    assert await conductor._decide_engines(with_engines(tmp_path, 2)) == kept
+    assert conductor._first_engines == first

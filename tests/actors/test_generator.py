@@ -464,3 +464,19 @@ async def _until_written(folder: Path, state: DataState) -> set[str]:
             return found
         await asyncio.sleep(0.02)
     raise AssertionError("no group was written between two rollouts")
+
+
+async def test_more_engines_get_more_requests_at_once_and_fewer_queue_them(
+    live: Live, tmp_path: Path
+):
+    generator = await _generator(
+        live, tmp_path, {"rollout_batch_size": 2, "n_samples_per_prompt": 4}
+    )
+    config = generator._config
+    groups = config.engine.server_concurrency // 4
+    for engines, most in ((3, 3), (2, 3), (4, 4)):
+        await generator.connect(live.router.url, on_gpus=False, engines=engines)
+        assert generator._slots._value == most * groups
+        assert generator._client is not None
+        connections = generator._client.pool.connections
+        assert connections._max_connections == most * config.engine.server_concurrency

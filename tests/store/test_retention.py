@@ -229,6 +229,8 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
     a_run(local_files, 3)
     Run(local_files, "fork").start(parent="run/00000002").iterate()
     before = local_files.list()
+    assert tool("--remove", "frok") == 2
+    assert "did you mean fork?" in capsys.readouterr().err
     assert tool("--grace", "0s") == 0
     assert "0 objects can be deleted" in capsys.readouterr().out
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--list") == 0
@@ -249,7 +251,7 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
     [
         (("--grace", "soon"), "not a time"),
         (("--keep-every", "10"), "give --keep-checkpoints too"),
-        (("--remove", "absent"), "the object does not exist"),
+        (("--remove", "absent"), "the run does not exist"),
     ],
 )
 def test_contradictory_options_are_refused(
@@ -272,7 +274,8 @@ def test_nothing_is_deleted_while_a_run_is_driven(
         tool("--grace", "0s") == 0
         and tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 2
     )
-    assert "Fenced" in capsys.readouterr().err and local_files.list("nodes") == before
+    assert "InUse: the run run is running" in capsys.readouterr().err
+    assert local_files.list("nodes") == before
     driven.release()
     assert tool("--grace", "0s", "--keep-checkpoints", "1", "--delete") == 0
     assert len(local_files.list("nodes")) < len(before)

@@ -71,7 +71,7 @@ def main() -> int:
             home, arguments.shape, overrides, seconds=arguments.seconds, repeats=arguments.repeats
         )
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     rows: list[Row] = []
     failed: list[str] = []
