@@ -3,9 +3,11 @@
     rlpipe rollouts NAME                             # the newest, a line a sample
     rlpipe rollouts NAME --iterations 10:20 --out some.jsonl
 
-The second command writes whole rows of iterations 10 to 19 (also .parquet). Messages and metadata
-are JSON text in .parquet and objects in .jsonl. `rlpipe.lineage.rollouts` describes the columns.
-A name in .html gives the page of samples.
+Samples of an iteration that runs or has failed are printed too: of a run without a finished
+iteration, or with `--iterations K`. The second command writes whole rows of iterations 10 to 19
+(also .parquet). Messages and metadata are JSON text in .parquet and objects in .jsonl.
+`rlpipe.lineage.rollouts` describes the columns. A name in .html gives the page of
+samples.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import pyarrow.parquet as pq
 from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.lineage.named_runs import require_run
-from rlpipe.lineage.rollouts import find, iterations, sample_rows
+from rlpipe.lineage.rollouts import find, iterations, sample_rows, unfinished
 from rlpipe.lineage.sample_sets import write_samples
 from rlpipe.lineage.token_rows import tokenizer_of
 from rlpipe.observe.pages import SAMPLES_PAGE
@@ -62,11 +64,16 @@ def main() -> int:
             page = Path(arguments.out)
             print(f"written: {write_samples(files, arguments.run, page, decode, only=chosen)}")
             return 0
+        opened = unfinished(files, arguments.run)
+        chosen = chosen_iterations(files, arguments.run, arguments.iterations, list(opened))
         tables = (
             sample_rows(files, stored)
-            for k in chosen_iterations(files, arguments.run, arguments.iterations)
-            if (stored := find(files, arguments.run, k))
+            for k in chosen
+            if (stored := opened.get(k) or find(files, arguments.run, k))
         )
+        for k in opened:
+            shown = "its samples follow" if k in chosen else f"its samples: --iterations {k}"
+            print(f"iteration {k} is not finished; {shown}", file=sys.stderr)
         if arguments.out:
             print(f"written: {export(tables, Path(arguments.out))} samples, {arguments.out}")
         else:
@@ -81,20 +88,26 @@ def main() -> int:
                 file=sys.stderr,
             )
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
-    """Return the iterations that `--iterations` names. Raises: ConfigError if none is stored."""
+def chosen_iterations(
+    files: Files, run: str, text: str | None, opened: Sequence[int] = ()
+) -> list[int]:
+    """Return the iterations that `--iterations` names.
+
+    `opened`: iterations that are not finished. Raises: ConfigError if none is stored.
+    """
     if not any(entry.path for entry in files.survey("branches")):
         raise ConfigError(
             "the store has no runs",
             where=files.root,
             do="name another store or folder of runs: --store, --home or RLPIPE_HOME",
         )
-    stored = iterations(files, run)
+    finished = iterations(files, run)
+    stored = [*finished, *opened]
     if not stored:
         branch = require_run(files, run, where=f"--run {run}")
         page = home() / run / SAMPLES_PAGE
@@ -107,7 +120,7 @@ def chosen_iterations(files: Files, run: str, text: str | None) -> list[int]:
             else "wait for its first rollout, or start the run again",
         )
     if text is None:
-        return stored[-1:]
+        return (finished or stored)[-1:]
     first, colon, end = text.partition(":")
     if not all(
         number.isdigit() or (colon and not number)

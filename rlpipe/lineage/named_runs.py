@@ -36,6 +36,14 @@ def unknown_run(files: Files, run: str, *, where: str) -> ConfigError:
 def require_run(files: Files, run: str, *, where: str) -> Branch:
     """Return the start of a run. Raises: ConfigError if the store does not have it."""
     branch = Branches(files).find(run)
+    name, _, number = run.partition("@")
+    if branch is None and number.isdigit() and Branches(files).find(name):
+        raise ConfigError(
+            "this command takes the name of a run, without an iteration",
+            where=where,
+            found=run,
+            do=f"write {name}, and --iterations {number} if the command has this option",
+        )
     if branch is None:
         raise unknown_run(files, run, where=where)
     return branch
@@ -57,4 +65,7 @@ def require_commit(files: Files, run: str, k: int, *, where: str) -> Commit:
         f"{newest.iteration + 1} iterations are done"
         if newest
         else "a run with a finished iteration",
+        do=f"name one of these, such as {run}@{newest.iteration}"
+        if newest
+        else f"wait for the first iteration of {run}, or name another run",
     )

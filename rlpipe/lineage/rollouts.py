@@ -1,14 +1,17 @@
 """Read the stored rollouts of a run as rows: samples with their rewards and advantages.
 
 `iterations` lists the rollouts of a run, `find` returns the nodes of one, `sample_rows` its rows.
+`unfinished` returns the rollouts of iterations that run or have failed after sampling.
 The commit of an iteration names the rollout that it trained on. A rollout that was only sampled has
 no commit, so `rollouts/<run>/<k>.json` names it (`rlpipe.store.notes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -22,9 +25,12 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import EXPERTS
 from rlpipe.store.parquet.schema import SAMPLES
 from rlpipe.store.parquet.shards import read_rows
+from rlpipe.store.plans import Plans
 from rlpipe.types import Node, Stage
 
 ADVANTAGES = pa.list_(pa.float32())
+SKEW_S = 60
+"""Difference of the clocks of a driver and of the store, at most."""
 
 Key = tuple[str, int]
 """(group_id, index) of a sample."""
@@ -60,6 +66,48 @@ def find(files: Files, run: str, k: int) -> StoredRollout | None:
 def iterations(files: Files, run: str) -> list[int]:
     """Return the iterations of a run that have a rollout, in order; without those of its parent."""
     return sorted({*Branches(files).committed(run), *noted_iterations(files, run)})
+
+
+def unfinished(files: Files, run: str) -> dict[int, StoredRollout]:
+    """Return k → the newest rollout of iteration k, of iterations that no record names yet.
+
+    Raises: ObjectMissing, ObjectCorrupt.
+    """
+    branch = Branches(files).find(run)
+    if branch is None:
+        return {}
+    known = iterations(files, run)
+    # Rollouts of an asynchronous run are older than the commits before theirs.
+    ahead = int(branch.config.get("async_buffer_size", 0))
+    before = Branches(files).committed(run)[: -ahead or None]
+    since = Branches(files).read(run, before[-1]).created if before else branch.created
+    rewards = {
+        reward.parents.get("rollout"): reward for reward in _nodes_since(files, Stage.REWARD, since)
+    }
+    found: dict[int, StoredRollout] = {}
+    for node in _nodes_since(files, Stage.ROLLOUT, since):
+        if not any(name.startswith(f"{run}:") for name in _groups(node)):
+            continue  # without a request: most nodes are of other runs
+        plan = Plans(files).read(node.parents["plan"])
+        if plan.branch == run and plan.iteration not in known:
+            stored = StoredRollout(plan.iteration, node, rewards.get(node.digest), None)
+            found[plan.iteration] = max(
+                (found.get(plan.iteration, stored), stored), key=lambda one: one.rollout.created
+            )
+    return dict(sorted(found.items()))
+
+
+def _groups(rollout: Node) -> list[str]:
+    """Return the ids of the groups that a rollout accepted or dropped."""
+    return [*rollout.outputs.get("accepted", ()), *rollout.outputs.get("dropped", ())]
+
+
+def _nodes_since(files: Files, stage: Stage, since: str) -> Iterator[Node]:
+    """Yield the nodes of a stage that were written after a time."""
+    first_s = datetime.fromisoformat(since).timestamp() - SKEW_S if since else 0
+    for entry in files.entries(f"nodes/{stage.value}"):
+        if entry.modified_s >= first_s:
+            yield Nodes(files).get(stage, PurePosixPath(entry.path).stem)
 
 
 def sample_rows(files: Files, stored: StoredRollout) -> pa.Table:

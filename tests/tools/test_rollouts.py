@@ -130,6 +130,7 @@ def test_samples_of_chosen_iterations_are_a_page(
     [
         (("--run", "absent"), "--home or --store"),
         (("--run", "begun"), "wait for its first rollout"),
+        (("run@1",), "write run, and --iterations 1"),
         (("--run", "run", "--iterations", "7"), "iterations 0 to 2"),
         (("--run", "run", "--iterations", "a:b"), "A:B, A:, :B, : or one number"),
         (("--run", "run", "--out", "rows.csv"), ".jsonl, .parquet or .html"),
@@ -140,3 +141,29 @@ def test_wrong_input_is_refused(
 ):
     assert tool(*words) == 2
     assert output in capsys.readouterr().err
+
+
+def test_samples_of_a_run_whose_first_reward_failed_are_printed(
+    tool: Tool, home: Path, capsys: pytest.CaptureFixture[str]
+):
+    Run(Files(home / "store"), "failed").start().iterate(stop_after=Stage.ROLLOUT)
+    assert tool("failed") == 0
+    printed = capsys.readouterr()
+    lines = [line.split() for line in printed.out.splitlines()[1:]]
+    assert {(line[0], line[5]) for line in lines} == {("0", "-")}
+    assert {line[1] for line in lines} == {f"failed:0000000{n}" for n in range(3)}
+    assert "iteration 0 is not finished; its samples follow" in printed.err
+
+
+def test_samples_of_a_later_iteration_that_failed_are_printed_by_its_number(
+    tool: Tool, home: Path, capsys: pytest.CaptureFixture[str]
+):
+    Run(Files(home / "store")).iterate(stop_after=Stage.REWARD)
+    assert tool("run") == 0
+    printed = capsys.readouterr()
+    assert {line.split()[0] for line in printed.out.splitlines()[1:]} == {"2"}
+    assert "iteration 3 is not finished; its samples: --iterations 3" in printed.err
+    assert tool("run", "--iterations", "3") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {line[0] for line in lines} == {"3"}
+    assert "1.000" in {line[5] for line in lines}
