@@ -27,8 +27,17 @@ def main() -> int:
     lines = argument_lines() if arguments.arguments else flag_lines()
     part = arguments.part.replace("_", "-").lower()
     matches = [line for line in lines if part in line.replace("_", "-").lower()]
+    if not matches:
+        print(f"no name contains {arguments.part!r}", file=sys.stderr)
+        if not arguments.arguments:
+            print(
+                f"arguments of Megatron, SGLang and the router: {parsers.COMMAND} flags "
+                f"--arguments {arguments.part}",
+                file=sys.stderr,
+            )
+        return 1
     print("\n".join(matches))
-    return 0 if matches else 1
+    return 0
 
 
 def flag_lines() -> Iterator[str]:

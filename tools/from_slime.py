@@ -48,7 +48,7 @@ def main() -> int:
         if arguments.output:
             write(Path(arguments.output), recipe)
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     for note in remarks:
         print(note, file=sys.stderr)
@@ -115,14 +115,17 @@ def write(path: Path, recipe: str) -> None:
     """Write the recipe to a new file. Raises: ConfigError."""
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            "not the name of a recipe", where="-o", found=path, expected="a .yaml file"
+            "not the name of a recipe", where="--output", found=path, expected="a .yaml file"
         )
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(recipe)
     except OSError as error:
         raise ConfigError(
-            "cannot write the recipe", where="-o", found=error, do="give the name of a new file"
+            "cannot write the recipe",
+            where="--output",
+            found=error,
+            do="give the name of a new file",
         ) from error
 
 

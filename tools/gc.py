@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from rlpipe.config.load import home, use_home
 from rlpipe.errors import ConfigError, RlpipeError
+from rlpipe.lineage.named_runs import unknown_run
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.gc import remove, unreachable
 from rlpipe.store.objects.files import Files
@@ -47,6 +48,9 @@ def main() -> int:
         use_home(arguments.home)
         files = Files(arguments.store or home() / "store")
         with Epochs(files).exclusive() if arguments.delete else nullcontext() as own:
+            for run in arguments.remove:
+                if not files.list(f"branches/{run}"):
+                    raise unknown_run(files, run, where=f"--remove {run}")
             asked = enumerate(arguments.remove)
             records = [
                 one.path
@@ -69,9 +73,9 @@ def main() -> int:
                         files, paths, own.check, lambda done, _: bar.update(shown, completed=done)
                     )
         result = "deleted" if arguments.delete else "can be deleted with --delete"
-        print(f"{len(paths)} objects {result}")
+        print(f"{len(paths)} object{'s' if len(paths) != 1 else ''} {result}")
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     return 0
 

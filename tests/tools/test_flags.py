@@ -35,9 +35,12 @@ def test_the_tables_are_printed(
     assert line in capsys.readouterr().out
 
 
-def test_an_unknown_name_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_name_gives_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(sys, "argv", ["tools.flags", "no such flag"])
     assert flags.main() == 1
+    assert "no name contains 'no such flag'" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_the_command_quietly():

@@ -81,7 +81,7 @@ def test_flags_after_the_script_replace_its_own(command: Command, tmp_path: Path
         (("none.sh", "lr"), "not a variable of the script"),
         (("--lr", "x"), "not a value of this flag"),
         ((*FLAGS, "-o", "new.txt"), "not the name of a recipe"),
-        ((*FLAGS, "-o", "none/new.yaml"), "cannot write the recipe"),
+        ((*FLAGS, "-o", "none/new.yaml"), "--output: cannot write the recipe"),
     ],
 )
 def test_wrong_input_gives_exit_code_2(
