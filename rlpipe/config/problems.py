@@ -8,6 +8,7 @@ all_keys()                 every dotted key of a configuration
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
@@ -47,6 +48,17 @@ EXAMPLES = {
     "reward": "reward: {function: {type: math}}",
 }
 """Needed key → an example of its line."""
+
+EXAMPLES_OF_SECTIONS = {
+    "train.lora": "train.lora={rank: 16}",
+    "train.optimizer": "train.optimizer={lr: 1e-6}",
+}
+"""Key of a section → an example, for a value in its place."""
+
+_KEY = re.compile(r"\b(?:[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+|async_buffer_size|num_rollout)\b")
+"""A key in a text."""
+_ADVICE = re.compile(r"\b(?:use|set|give|remove|write|expected|needs)\b")
+"""Words of a text that says itself what to do."""
 
 _OF_PATH = {
     "function": "{type: python, path: %s}",
@@ -156,14 +168,14 @@ def _problem(entry: Any) -> _Problem:
         found = entry.get("ctx", {}).get("tag")
         expected = [f"one of {tags}".replace("'", "")] if tags else []
         text = "unknown type" if found else "this key is needed"
-        return _Problem(f"{key}.type", text, found, expected)
+        return _Problem(f"{key}.type", text, found, expected, _nearest_word(found, tags))
     if kind == "value_error":
         error = entry.get("ctx", {}).get("error")
         if isinstance(error, ConfigError):
             expected = [] if error.expected is None else [str(error.expected)]
             found = None if error.found is None else str(error.found)
             return _Problem(key, error.problem, found, expected, error.do)
-        return _Problem(key, message)
+        return _Problem(key, message, do=_change(key, message))
     found = _shown(entry["input"])
     if kind == "too_short":
         return _Problem(key, "too few entries", found, [f"at least {entry['ctx']['min_length']}"])
@@ -174,14 +186,40 @@ def _problem(entry: Any) -> _Problem:
         for limit, plain in _LIMITS.items():
             expected = expected.replace(limit, plain)
     return _Problem(
-        key, "not a valid value", found, [expected], _correction(kind, key, entry["input"])
+        key,
+        "not a valid value",
+        found,
+        [expected],
+        _correction(kind, key, entry["input"], expected),
     )
 
 
-def _correction(kind: str, key: str, value: Any) -> str | None:
-    """Return what to write for a text in the place of a list or of a section with a type."""
+def _change(key: str, message: str) -> str | None:
+    """Return the keys to change for the text of a conflict; None if the text has advice itself."""
+    if _ADVICE.search(message):
+        return None
+    named = list(dict.fromkeys(_KEY.findall(message))) or [key or "the recipe"]
+    return f"change {' or '.join(named)}; {KEY_REFERENCE} has their meaning"
+
+
+def _nearest_word(found: Any, quoted: str) -> str | None:
+    """Return `write ...` with the words in quotes that are most similar to `found`, if any is."""
+    if not isinstance(found, str):
+        return None
+    near = nearest(found, re.findall(r"'([^']*)'", quoted))
+    ratios = [difflib.SequenceMatcher(None, found, word).ratio() for word in near]
+    best = [word for word, ratio in zip(near, ratios, strict=True) if ratio == max(ratios)]
+    return f"write {' or '.join(sorted(best))}" if best else None
+
+
+def _correction(kind: str, key: str, value: Any, expected: str) -> str | None:
+    """Return what to write for a similar word, or in place of a list or a section."""
+    if kind in ("model_type", "model_attributes_type") and key in EXAMPLES_OF_SECTIONS:
+        return f"write {EXAMPLES_OF_SECTIONS[key]}"
     if not isinstance(value, str):
         return None
+    if kind == "literal_error":
+        return _nearest_word(value, expected)
     if kind == "model_attributes_type":
         of_path = _OF_PATH.get(key.rpartition(".")[2])
         is_path = any(sign in value for sign in "/.:")

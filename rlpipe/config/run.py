@@ -6,6 +6,7 @@ keys.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -37,6 +38,7 @@ from rlpipe.config.train import (
     TeacherConfig,
     TrainConfig,
 )
+from rlpipe.errors import ConfigError
 
 
 class StoreConfig(Config):
@@ -189,10 +191,18 @@ class RunConfig(Config):
         steps = self.train.num_steps_per_rollout
         if samples % (step or steps or 1) or (step and steps and samples != step * steps):
             factors = {"train.global_batch_size": step, "train.num_steps_per_rollout": steps}
-            raise ValueError(
+            number = step or steps or 1
+            # Bounded: both numbers may be of any size.
+            near = range(min(number, samples), max(number - 1000, 0), -1)
+            fitting = next((n for n in near if samples % n == 0), gcd(number, samples))
+            raise ConfigError(
                 f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be "
                 f"{'' if step and steps else 'a multiple of '}"
-                f"{' × '.join(f'{key} = {number}' for key, number in factors.items() if number)}"
+                f"{' × '.join(f'{key} = {number}' for key, number in factors.items() if number)}",
+                do="leave out one of the two keys of train; it follows from the other"
+                if step and steps
+                else f"set {next(key for key, value in factors.items() if value)}={fitting}, or "
+                "change the number of samples",
             )
         if self.async_buffer_size < self.sync.update_weights_interval - 1:
             raise ValueError(

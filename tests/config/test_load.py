@@ -185,6 +185,26 @@ def test_the_error_of_a_rule_between_keys_names_the_rule(recipe):
     error = refused(recipe, "train.global_batch_size=3")
     assert error.where == str(recipe)
     assert "must be a multiple of train.global_batch_size = 3" in error.problem
+    value, _, _ = str(error.do).removeprefix("set ").partition(",")
+    assert load_run(recipe, [value]).train.global_batch_size in (1, 2)
+    error = refused(recipe, "async_buffer_size=0", "sync.update_weights_interval=4")
+    assert str(error.do).startswith("change async_buffer_size or sync.update_weights_interval")
+    error = refused(recipe, "teacher.opd_type=null", "advantage.use_opd=true")
+    assert error.do is None and "set teacher.opd_type" in error.problem
+
+
+@pytest.mark.parametrize(
+    ("override", "do"),
+    [
+        ("model.dtype=bf16", "write bfloat16"),
+        ("model.dtype=fp16", None),
+        ("reward.function.type=maths", "write math"),
+        ("advantage.advantage_estimator=gpro", "write grpo or gspo"),
+        ("train.lora=4", "write train.lora={rank: 16}"),
+    ],
+)
+def test_the_error_of_a_wrong_word_has_the_nearest_ones(recipe, override, do):
+    assert refused(recipe, override).do == do
 
 
 @pytest.mark.parametrize(
