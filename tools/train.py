@@ -17,10 +17,11 @@ import asyncio
 import faulthandler
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rlpipe.config.load import (
@@ -34,13 +35,16 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
+from rlpipe.model_dir import model_context_len, model_directory_if_present
 from rlpipe.observe.terminal import Screen, waiting_for
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from rlpipe.system.imports import quick_imports
+from rlpipe.system.model_files import read_object
 from tools.command import parsers
 from tools.command.parsers import COMMAND
 from tools.command.run_words import apply_flags, notes, option_names, read_words
+from tools.local_servers import LocalServers
 from tools.template import template_of_run
 
 
@@ -57,15 +61,17 @@ def main() -> int:
         os.environ.update(flags.secrets)
         config = load_run(arguments.recipe, arguments.overrides, arguments.run)
         warnings = unused_keys(arguments.recipe, arguments.overrides, arguments.run)
+        remarks: list[str] = []
         # --dump-config must work on a machine without the model or GPUs.
         if not arguments.dump_config:
             require_files(arguments.recipe, arguments.overrides, arguments.run)
             with Screen(quiet=arguments.quiet), waiting_for("checks before the start"):
                 check(pinned(config, home()), home())
+            remarks = [*long_responses(config), *unused_servers(config)]
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
-    for note in [*notes(flags), *(f"warning: {warning}" for warning in warnings)]:
+    for note in [*notes(flags), *(f"warning: {text}" for text in (*warnings, *remarks))]:
         print(note, file=sys.stderr)
     if arguments.dump_config:
         from rlpipe.config.load import dump
@@ -73,6 +79,44 @@ def main() -> int:
         print(dump(config), end="")
         return 0
     return drive(arguments, config)
+
+
+def long_responses(config: RunConfig) -> Iterator[str]:
+    """Yield a text for each limit of responses that the model's context cannot hold.
+
+    Nothing for a model that is not on this machine yet.
+    """
+    directory = model_directory_if_present(config.model, home(), seed=config.seed)
+    if directory is None or not config.needs_engines:
+        return
+    context = model_context_len(read_object(Path(directory) / "config.json", "model.source"))
+    limits = {"rollout.rollout_max_response_len": config.rollout.rollout_max_response_len}
+    for number, dataset in enumerate(config.evaluation.datasets):
+        limits[f"evaluation.datasets.{number}.max_response_len"] = dataset.max_response_len or 0
+    for key, limit in limits.items():
+        if context is not None and limit >= context:
+            yield (
+                f"{key}: {limit} tokens do not fit into the model's context of {context} tokens, "
+                "prompt included; longer responses are cut there and count as truncated"
+            )
+
+
+def unused_servers(config: RunConfig) -> Iterator[str]:
+    """Yield a text if this shell uses the Prefect server of `rlpipe up`, but the run neither its
+    store nor its Ray."""
+    if not (home() / ".up").is_dir():
+        return
+    servers = LocalServers(home())
+    prefect = servers.environment.get("PREFECT_API_URL")
+    if prefect is None or prefect != os.environ.get("PREFECT_API_URL"):
+        return
+    own = {"store.root": config.store.root, "resources.ray_address": config.resources.ray_address}
+    missing = [text for text in servers.overrides if not own[text.partition("=")[0]]]
+    if missing:
+        yield (
+            f"this run does not use all servers of `{COMMAND} up`; runs that Prefect starts do. "
+            f"To use them, add {' '.join(missing)}"
+        )
 
 
 def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
@@ -164,7 +208,7 @@ def finish(
         )
         return 130, None
     except RlpipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{error.kind}: {error}", file=sys.stderr)
         return 1, None
 
 

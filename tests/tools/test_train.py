@@ -20,6 +20,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tests.model_files import write_model
 from tools import train
+from tools.local_servers import LocalServers
 
 RECIPE = """\
 num_rollout: 3
@@ -132,6 +133,43 @@ def test_a_key_without_effect_is_printed(
     key = "train.loss.tis_clip (override train.loss.tis_clip=3)"
     assert printed.err == f"warning: {key} has no effect: it needs train.loss.use_tis: true\n"
     assert "warning" not in printed.out
+
+
+@pytest.mark.parametrize("tokens", [4095, 4096])
+def test_a_response_limit_beyond_the_context_is_a_warning(
+    command: Command,
+    driven: list,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    tokens: int,
+):
+    config = json.loads((place / "model" / "config.json").read_text())
+    (place / "model" / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": 4096})
+    )
+    assert command(f"{place}/small.yaml", f"rollout.rollout_max_response_len={tokens}") == 0
+    warned = "do not fit into the model's context of 4096" in capsys.readouterr().err
+    assert warned == (tokens == 4096) and driven
+
+
+def test_a_run_that_leaves_servers_of_up_unused_is_a_warning(
+    command: Command,
+    driven: list,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    servers = LocalServers(place)
+    for name, port in (("prefect", 4201), ("ray", 6380)):
+        servers.keep(name, os.getpid(), [port])
+    run = (f"{place}/small.yaml", "--home", place)
+    assert command(*run) == 0
+    assert "servers of" not in capsys.readouterr().err
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4201/api")
+    assert command(*run) == 0
+    assert "add resources.ray_address=127.0.0.1:6380" in capsys.readouterr().err
+    assert command(*run, "resources.ray_address=127.0.0.1:6380") == 0
+    assert "servers of" not in capsys.readouterr().err and driven
 
 
 def test_the_error_of_a_misspelt_key_names_line_and_nearest_key(refused: Callable, place: Path):
