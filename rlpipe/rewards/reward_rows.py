@@ -28,6 +28,7 @@ from rlpipe.config.data import (
 from rlpipe.errors import DeadlineExceeded, RewardError, one_line
 from rlpipe.observe.pass_rates import pass_rate_metrics, training_threshold
 from rlpipe.rewards.scorer import Scorer
+from rlpipe.rewards.user_rewards import takes_a_group
 from rlpipe.rewards.workers import LoopWorker, Outcome, ProcessWorker, ThreadWorker, Worker
 from rlpipe.types import Sample, Status
 
@@ -37,6 +38,11 @@ MAX_ASYNC_CALLS = 64
 EXCERPT_CHARS = 150
 """Characters at the beginning and at the end of a text that an error shows."""
 
+_ADVICE = "correct the reward function and start the run again; it scores the stored samples"
+_GROUP_ADVICE = (
+    "if the function takes all samples of a group, set reward.function.group=true in another run: "
+    "--run NEW; else correct it and start the run again; it scores the stored samples"
+)
 SCORED = (Status.COMPLETED, Status.TRUNCATED)
 """Statuses of samples that are scored."""
 
@@ -271,7 +277,7 @@ def _check_errors(scored: list[tuple[RewardRow, Sample]], config: RewardConfig) 
             f"    label {_excerpt(sample.label)}",
             expected=f"errors in at most {config.max_error_fraction:.0%} of the samples "
             "(reward.max_error_fraction)",
-            do="correct the reward function and start the run again; it scores the stored samples",
+            do=_GROUP_ADVICE if takes_a_group(config.function) else _ADVICE,
         )
 
 

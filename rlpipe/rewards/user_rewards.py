@@ -30,7 +30,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from rlpipe.config.data import PythonReward, RewardConfig
+from rlpipe.config.data import PythonReward, RewardConfig, RewardFunction
 from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import load_hook
 from rlpipe.errors import ConfigError
@@ -102,6 +102,14 @@ def needed_columns(config: PythonReward) -> list[str]:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and name not in TRL_ARGUMENTS
     ]
+
+
+def takes_a_group(config: RewardFunction) -> bool:
+    """True for a function whose parameter `samples` gets a single sample, without `group`."""
+    if not isinstance(config, PythonReward) or config.group:
+        return False
+    function = load_hook(config.path)
+    return not inspect.isclass(function) and "samples" in inspect.signature(function).parameters
 
 
 def _trl_function(config: PythonReward) -> Callable[..., Any] | None:

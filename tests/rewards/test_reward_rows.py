@@ -189,6 +189,16 @@ async def test_too_many_errors_fail_the_stage(hook):
         await score(samples(), config)
 
 
+@pytest.mark.parametrize("name", ["samples", "sample"])
+async def test_a_function_of_groups_that_gets_one_sample_is_explained(tmp_path, name):
+    file = tmp_path / "mine.py"
+    file.write_text(f"async def score(args, {name}): return [1.0 for each in {name}]\n")
+    config = RewardConfig(function=PythonReward(type="python", path=f"{file}:score"))
+    with pytest.raises(RewardError, match="correct ") as caught:
+        await score(samples(), config, args=types.SimpleNamespace())
+    assert ("reward.function.group=true" in str(caught.value.do)) == (name == "samples")
+
+
 async def test_samples_that_were_not_generated_are_not_scored(hook):
     config = hook("return 1", max_error_fraction=0.0)
     for status in (Status.PENDING, Status.ABORTED, Status.FAILED):
