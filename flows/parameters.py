@@ -107,7 +107,9 @@ def format_run_name(run: str | None, moment: datetime | None) -> str | None:
 def run_name_of(parameters: dict[str, Any], moment: datetime | None) -> str:
     """Return the name of a run from the parameters of its flow, without checking them."""
     recipe = parameters["recipe"]
+    given = [text for text in parameters.get("overrides") or () if text.startswith("run=")]
+    named = parameters.get("run") or (given[-1].removeprefix("run=") if given else None)
     _, run = apply_seed_and_fork(
-        recipe, (), parameters.get("run"), seed=parameters.get("seed"), fork=parameters.get("fork")
+        recipe, (), named, seed=parameters.get("seed"), fork=parameters.get("fork")
     )
     return format_run_name(run, moment) or default_name(recipe)

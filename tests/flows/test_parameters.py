@@ -81,6 +81,7 @@ def test_the_name_of_a_scheduled_run_contains_the_scheduled_time():
     [
         ({"recipe": "deployments/recipes/search.yaml"}, "search"),
         ({"recipe": "search", "run": "at-%H"}, "at-02"),
+        ({"recipe": "search", "overrides": ["run=a", "seed=1", "run=b"]}, "b"),
         ({"recipe": "search", "seed": 0}, "search-seed0"),
         ({"recipe": "search", "fork": "old@7"}, "old-from-7"),
         ({"recipe": "search", "fork": "old", "run": "new"}, "new"),
