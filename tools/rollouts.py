@@ -58,13 +58,13 @@ def main() -> int:
     try:
         use_home(arguments.home)
         files = Files(arguments.store or store_of(home(), arguments.run))
+        opened = unfinished(files, arguments.run)
         if arguments.out and Path(arguments.out).suffix == ".html":
-            chosen = chosen_iterations(files, arguments.run, arguments.iterations)
+            chosen = chosen_iterations(files, arguments.run, arguments.iterations, list(opened))
             decode = tokenizer_of(files, arguments.run, home())
             page = Path(arguments.out)
             print(f"written: {write_samples(files, arguments.run, page, decode, only=chosen)}")
             return 0
-        opened = unfinished(files, arguments.run)
         chosen = chosen_iterations(files, arguments.run, arguments.iterations, list(opened))
         tables = (
             sample_rows(files, stored)

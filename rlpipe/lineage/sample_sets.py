@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from rlpipe.lineage.rollouts import find, iterations, sample_rows
+from rlpipe.lineage.rollouts import find, iterations, sample_rows, unfinished
 from rlpipe.lineage.token_rows import (
     Decode,
     evaluation_rows,
@@ -201,7 +201,10 @@ def _set(
     most: int,
 ) -> ShownSet | None:
     """Read one set; None if the iteration has no stored rollout."""
-    stored = None if node else find(files, run, source.iteration)
+    stored = None
+    if node is None:
+        k = source.iteration
+        stored = find(files, run, k) or unfinished(files, run).get(k)
     if node is not None:
         rows = evaluation_rows(files, node)
     elif stored is not None:
@@ -238,7 +241,7 @@ def _about(
     if len(shown) == num_rollouts + num_evaluations and complete:
         return counts
     return (
-        f"{counts} A page of several has a part of each. All samples of iteration K: "
+        f"{counts} This page has some groups of each. All samples of iteration K: "
         f"rlpipe rollouts {run} --iterations K --out page.html"
     )
 

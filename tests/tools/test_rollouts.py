@@ -153,6 +153,8 @@ def test_samples_of_a_run_whose_first_reward_failed_are_printed(
     assert {(line[0], line[5]) for line in lines} == {("0", "-")}
     assert {line[1] for line in lines} == {f"failed:0000000{n}" for n in range(3)}
     assert "iteration 0 is not finished; its samples follow" in printed.err
+    assert tool("failed", "--out", str(home / "rows.html")) == 0
+    assert "failed:00000000" in (home / "rows.html").read_text()
 
 
 def test_samples_of_a_later_iteration_that_failed_are_printed_by_its_number(
