@@ -323,8 +323,8 @@ def trainer_state_bytes(config: RunConfig, parameters: Parameters) -> int:
 
     A parameter has 2 bytes of weight, 4 of gradient (2 without `grad_reduce_in_fp32`) and 12 of
     optimizer: a main copy and two moments. With `train.lora` only adapters have gradients and
-    optimizer. Pipeline stages have equal numbers of layers; the first and the last have an
-    embedding.
+    optimizer. Parameters that are frozen by name count as trained. Pipeline stages have equal
+    numbers of layers; the first and the last have an embedding.
     """
     parallel = config.train.parallel
     ranks = config.resources.trainer_ranks

@@ -405,6 +405,17 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _frozen_parameters_need_no_state(self):
+        sources = {"model.source": self.model.source, "critic": self.critic}
+        for where, source in sources.items():
+            if self.train.frozen_names and getattr(source, "megatron_optimizer", False):
+                raise ValueError(
+                    f"train.{next(iter(self.train.frozen_names))} cannot be used with "
+                    f"{where}.megatron_optimizer, whose state is of all parameters"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _external_servers_can_be_used(self):
         if conflict := external_conflict(self.resources, self.engine, self.sync, self.store.root):
             raise ValueError(conflict)

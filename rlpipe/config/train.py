@@ -5,6 +5,7 @@ The other models are the reference, the critic of PPO and the teacher of on-poli
 
 from __future__ import annotations
 
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -130,6 +131,13 @@ class TrainConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     lora: LoraConfig | None = None
     """Train adapters only. None: train all weights."""
+    freeze_params_name_list: tuple[str, ...] = ()
+    """Freeze parameters by name: Python regular expressions, for `re.search`. Names are Megatron's,
+    such as `decoder.layers.0.mlp.linear_fc1.weight`. PPO's critic freezes the same parameters, but
+    not its value head. See `rlpipe.engines.megatron.model.freezing`."""
+    only_train_params_name_list: tuple[str, ...] = ()
+    """Freeze all other parameters than those with one of these regular expressions in their
+    names. Not together with freeze_params_name_list."""
     custom_megatron_init_path: str | None = None
     """User function `(args)` that every rank calls before it builds the models;
     `path/to/file.py:function` or `module.function`. None: no function. See
@@ -173,6 +181,36 @@ class TrainConfig(Config):
         if arguments.get("recompute_granularity") != "full":
             return arguments
         return {"recompute_method": "uniform", "recompute_num_layers": 1, **arguments}
+
+    @field_validator("freeze_params_name_list", "only_train_params_name_list")
+    @classmethod
+    def _regular_expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        # One order, each once: neither changes what is frozen, so no record may depend on them.
+        return tuple(sorted(set(patterns)))
+
+    @model_validator(mode="after")
+    def _one_list_decides(self):
+        if self.freeze_params_name_list and self.only_train_params_name_list:
+            raise ValueError(
+                "freeze_params_name_list and only_train_params_name_list exclude each other"
+            )
+        if self.lora is not None and self.frozen_names:
+            raise ValueError(
+                f"{next(iter(self.frozen_names))} cannot be used with lora, which freezes all "
+                "weights; lora.target_modules chooses the layers with adapters"
+            )
+        return self
+
+    @property
+    def frozen_names(self) -> dict[str, tuple[str, ...]]:
+        """The key that freezes parameters and its patterns; {} if all parameters are trained."""
+        keys = ("freeze_params_name_list", "only_train_params_name_list")
+        return {key: patterns for key in keys if (patterns := getattr(self, key))}
 
     @property
     def replays_routing(self) -> bool:

@@ -191,6 +191,8 @@ def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
             "use_distributed_optimizer",
             "seed",
             "lora",
+            "freeze_params_name_list",
+            "only_train_params_name_list",
             "custom_model_provider_path",
         ),
         "layout": layout(config),

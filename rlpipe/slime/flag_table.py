@@ -85,9 +85,9 @@ SLIME: tuple[Flag, ...] = (
         -1,
         "saves memory only; lower advantage.log_probs_max_tokens_per_gpu instead",
     ),
-    refused("only_train_params_name_list", "strs", None, "all parameters are trained"),
-    refused("freeze_params_name_list", "strs", None, "all parameters are trained"),
-    refused("freeze_indexer", "on", False, "all parameters are trained"),
+    to("only_train_params_name_list", "strs", None, "train.only_train_params_name_list"),
+    to("freeze_params_name_list", "strs", None, "train.freeze_params_name_list"),
+    neutral("freeze_indexer", "on", False, "indexers of sparse attention are never trained"),
     neutral(
         "allgather_cp",
         "on",

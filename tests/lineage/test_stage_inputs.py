@@ -85,6 +85,8 @@ EXPECTED = {
     "train.megatron": {Stage.INIT, Stage.TRAIN},
     "train.seed": {Stage.INIT, Stage.TRAIN},
     "train.lora": {Stage.INIT, Stage.TRAIN},
+    "train.freeze_params_name_list": {Stage.INIT, Stage.TRAIN},
+    "train.only_train_params_name_list": {Stage.INIT, Stage.TRAIN},
     "model.dtype": {Stage.INIT},
     "data.": {HELD, SCORED},
     "data.prompts.": set(),

@@ -136,12 +136,30 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     bridge = open_model(directory, model, train, deterministic=deterministic, sizes=sizes)
     check_routing(bridge.config, train)
     check_adapters(bridge, train)
+    if train.frozen_names and train.custom_model_provider_path is None:
+        _check_frozen_names(directory, train, predicts=bool(bridge.config.mtp_num_layers))
     # With this argument Megatron reads the stage from process groups, which do not exist here.
     if "pipeline_model_parallel_layout" not in train.megatron:
         for chunk in chunk_numbers(bridge):
             layers_of(bridge, stage=0, chunk=chunk)
     _check_packages(bridge.config)
     _check_dispatcher(bridge.config)
+
+
+def _check_frozen_names(directory: str, train: TrainConfig, *, predicts: bool) -> None:
+    """Raises: ConfigError for a pattern of frozen names that the model's parameters do not have."""
+    import torch
+
+    from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
+        MetaModel,
+        single_process_groups,
+    )
+    from rlpipe.engines.megatron.model.freezing import OUTPUT_LAYER, check_names
+
+    with single_process_groups():
+        model = MetaModel(directory, torch.bfloat16, predicts=predicts)
+    names = [model.mbridge_names[name] for name in model.parameter_names]
+    check_names(train, [*names, OUTPUT_LAYER] if model.tied else names)
 
 
 def _check_optimizer_packages(train: TrainConfig) -> None:

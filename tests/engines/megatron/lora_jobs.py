@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from rlpipe.config.train import LoraConfig, TrainConfig
+from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.errors import TrainerError
 from tests.engines.megatron.ranks import columns_and_plan, engine, make_batch
 
@@ -132,7 +133,8 @@ def numbers(ours: Any) -> dict[str, int]:
         ),
         "optimizer": sum(
             value.numel()
-            for state in trained.optimizer.optimizer.state.values()
+            for part in inner_optimizers(trained.optimizer)
+            for state in part.optimizer.state.values()
             for name, value in state.items()
             if name != "step"
         ),

@@ -53,7 +53,12 @@ from rlpipe.engines.megatron.checkpoint import adapters
 from rlpipe.engines.megatron.checkpoint.conversion.hf_files import CARRIED, pack
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import arguments
 from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_disk_space
-from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
+from rlpipe.engines.megatron.checkpoint.state import (
+    adam_states,
+    group_settings,
+    inner_optimizers,
+    parameter_groups,
+)
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.model.float32_parameters import counted
 from rlpipe.engines.megatron.model.lora import initialize
@@ -176,9 +181,9 @@ def load_adam_state(trained: TrainedModel, folder: str | Path) -> None:
         )
     optimizer = _with_plain_values(state["optimizer"], request)
     step = int(state["adam_step"])
-    for adam in _adam_states(optimizer):
+    for adam in adam_states(optimizer):
         adam["state"]["common_step"] = torch.tensor(float(step))
-    for group in _parameter_groups(optimizer):
+    for group in parameter_groups(optimizer):
         group["step"] = step
     _restore_optimizer(trained, optimizer)
     trained.scheduler.num_steps = 0
@@ -198,6 +203,7 @@ def load_critic(
         return replace(_load(critic, critic_folder, weights_only=weights_only), critic=True)
     stored_metadata = _content_metadata(folder)
     if not weights_only:
+        adapters.check_frozen(critic, stored_metadata, folder)
         reproducibility.seed_again()
     if not stored_metadata.pop(CRITIC, False):
         return Loaded(_iteration_of(folder), critic=False)
@@ -236,6 +242,8 @@ def _load(
     stored_metadata = _content_metadata(folder)
     stored_lora = adapters.stored_lora(stored_metadata)
     first = adapters.are_missing(trained, stored_lora, folder, weights_only=weights_only)
+    if not weights_only:
+        adapters.check_frozen(trained, stored_metadata, folder)
     inner_critic = critic if stored_metadata.pop(CRITIC, False) else None
     metadata = {**_metadata(trained), **stored_metadata}
     restores_random_state = restores_random_state and not weights_only
@@ -396,10 +404,14 @@ def _model_state(
     weights = _sharded_weights(trained, metadata)
     state: dict[str, Any] = _without_extra_states(weights) if loading else {**weights}
     if not weights_only:
+        named = adapters.state_metadata(trained, metadata)
         with counted(trained.optimizer):
             state["optimizer"] = trained.optimizer.sharded_state_dict(
-                weights, is_loading=loading, metadata=metadata
+                weights if named is metadata else _sharded_weights(trained, named),
+                is_loading=loading,
+                metadata=metadata,
             )
+            adapters.complete(trained, state["optimizer"])
         state["opt_param_scheduler"] = trained.scheduler.state_dict()
     return state
 
@@ -434,11 +446,12 @@ def _load_weights(trained: TrainedModel, state: dict[str, Any], *, strict: bool)
 
 
 def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:
-    settings = [_group_settings(part.optimizer) for part in inner_optimizers(trained.optimizer)]
-    for saved in _adam_states(state):
+    settings = [group_settings(part.optimizer) for part in inner_optimizers(trained.optimizer)]
+    for saved in adam_states(state):
         # Megatron does not save the step count of torch's Adam while it is 0.
         saved["state"].setdefault("common_step", torch.zeros(()))
     with torch.no_grad(), counted(trained.optimizer):
+        adapters.restore_lists(trained, state)
         trained.optimizer.load_state_dict(state)
     for part, kept in zip(inner_optimizers(trained.optimizer), settings, strict=True):
         for group, own in zip(part.optimizer.param_groups, kept, strict=True):
@@ -469,29 +482,3 @@ def _entry(container: Any, key: Any) -> Any:
     if isinstance(container, dict):
         return container.get(key)
     return container[key] if isinstance(container, list) and key < len(container) else None
-
-
-def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups of Megatron's optimizers, which may be chained."""
-    yield from state.get("param_groups", [])
-    for part in state.values():
-        if isinstance(part, dict):
-            yield from _parameter_groups(part)
-
-
-def _group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each parameter group."""
-    return [
-        {name: value for name, value in group.items() if name not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-
-
-def _adam_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the state dicts of the torch optimizers inside Megatron's, which may be chained."""
-    if "param_groups" in state and "state" in state:
-        yield state
-        return
-    for part in state.values():
-        if isinstance(part, dict):
-            yield from _adam_states(part)

@@ -55,6 +55,32 @@ def initialize_adam_state(optimizer: Any) -> None:
                         )
 
 
+def parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parameter groups of Megatron's optimizers, which may be chained."""
+    yield from state.get("param_groups", [])
+    for part in state.values():
+        if isinstance(part, dict):
+            yield from parameter_groups(part)
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each parameter group."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+
+
+def adam_states(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the state dicts of the torch optimizers inside Megatron's, which may be chained."""
+    if "param_groups" in state and "state" in state:
+        yield state
+        return
+    for part in state.values():
+        if isinstance(part, dict):
+            yield from adam_states(part)
+
+
 def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and the persistent buffers of this rank's model by name.
 

@@ -9,8 +9,8 @@ the table of refused arguments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from megatron.core.transformer.module import Float16Module
 
 from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
 from rlpipe.engines.megatron.model.float32_parameters import order_states
+from rlpipe.engines.megatron.model.freezing import for_frozen, freeze
 from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
 from rlpipe.engines.megatron.model.lora import add_adapters, check_adapters
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
@@ -90,6 +91,8 @@ class TrainedModel(ScoringModel):
     scheduler: OptimizerParamScheduler
     lora: LoraConfig | None = None
     """The adapters, which are all that is trained; None: all weights are."""
+    frozen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The key that freezes parameters and its patterns; {}: none is frozen."""
 
 
 def _unwrapped(module: Any) -> PolicyModel:
@@ -133,6 +136,8 @@ def build(
     if lora is not None:
         check_adapters(bridge, train)
         adapt = partial(add_adapters, lora=lora, seed=train.seed)
+    bare = _bare_chunks(bridge, dtype, kind, provider, adapt)
+    freeze(bridge, bare, train)
     chunks: list[Any] = [
         DistributedDataParallel(
             config=bridge.config,
@@ -141,13 +146,15 @@ def build(
             # As Megatron-LM: gradients of later chunks are reduced while earlier ones compute.
             disable_bucketing=number > 0,
         )
-        for number, chunk in enumerate(_bare_chunks(bridge, dtype, kind, provider, adapt))
+        for number, chunk in enumerate(bare)
     ]
     optimizer = get_megatron_optimizer(optimizer_config(train, dtype, for_optimizer), chunks)
+    if train.frozen_names:
+        optimizer = for_frozen(optimizer)
     order_states(optimizer)
     bridge.config.grad_scale_func = optimizer.scale_loss
     scheduler = _scheduler(optimizer, train.optimizer, total_optimizer_steps)
-    return TrainedModel(bridge, chunks, optimizer, scheduler, lora)
+    return TrainedModel(bridge, chunks, optimizer, scheduler, lora, train.frozen_names)
 
 
 def build_scoring_model(

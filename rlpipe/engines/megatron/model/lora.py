@@ -230,9 +230,8 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
             where=f"{WHERE}.target_modules",
             found=", ".join(sorted(missing)),
         )
-    if model.config.recompute_granularity is not None and model.pre_process:
-        # A recomputed layer whose input needs no gradient gets none for its parameters.
-        model.embedding.register_forward_hook(_require_gradient)
+    if model.config.recompute_granularity is not None:
+        require_gradient_of_input(model)
 
 
 def _submodule(layer: torch.nn.Module, path: str) -> Any:
@@ -273,6 +272,15 @@ def _adapt(module: Any, wanted: list[str], lora: LoraConfig, rows: Rows) -> None
         # Each rank sees some of the tokens only: Megatron sums these gradients over ranks.
         whole: Any = adapter.lora_A if is_column else adapter.lora_B
         whole.sequence_parallel = module.sequence_parallel
+
+
+def require_gradient_of_input(model: Any) -> None:
+    """Have the layers of a model compute gradients although its embedding is frozen.
+
+    A recomputed layer whose input needs no gradient gets none for its parameters.
+    """
+    if model.pre_process:
+        model.embedding.register_forward_hook(_require_gradient)
 
 
 def _require_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
