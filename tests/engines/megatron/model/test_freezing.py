@@ -7,9 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf
 from rlpipe.engines.megatron.preflight import refused
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
@@ -19,6 +21,7 @@ from tests.engines.megatron.freezing_jobs import (
     load_with_others,
     train_frozen,
 )
+from tests.engines.megatron.lora_jobs import save_adapters
 from tests.engines.megatron.ranks import make_batch, near, save_and_resume
 from tests.engines.megatron.test_preflight import given
 from tests.parameters import each
@@ -195,6 +198,18 @@ def test_a_checkpoint_continues_only_with_the_same_frozen_parameters(models, tmp
     assert errors["weights"] == "no error"
     everything = load_with_others(0, 1, free_port(), models["qwen3"], TRAIN, str(tmp_path))
     assert "no frozen parameters" in everything["state"]
+
+
+@pytest.mark.integration
+def test_a_checkpoint_converts_to_the_trained_weights(models, tmp_path):
+    train = TRAIN | {ONLY: [r"layers\.1\.mlp\.experts.*weight3$"]}
+    saved = save_adapters(0, 1, free_port(), models["qwen3_moe"], train, str(tmp_path / "saved"))
+    to_hf(tmp_path / "saved", tmp_path / "converted")
+    files = (tmp_path / "converted").glob("*.safetensors")
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == saved["merged"].keys()
+    for name, weight in saved["merged"].items():
+        assert np.array_equal(found[name].float().numpy(), weight), name
 
 
 @pytest.mark.integration
