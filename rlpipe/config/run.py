@@ -6,7 +6,6 @@ keys.
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -37,6 +36,7 @@ from rlpipe.config.train import (
     SyncConfig,
     TeacherConfig,
     TrainConfig,
+    nearest_divisor,
 )
 from rlpipe.errors import ConfigError
 
@@ -191,10 +191,7 @@ class RunConfig(Config):
         steps = self.train.num_steps_per_rollout
         if samples % (step or steps or 1) or (step and steps and samples != step * steps):
             factors = {"train.global_batch_size": step, "train.num_steps_per_rollout": steps}
-            number = step or steps or 1
-            # Bounded: both numbers may be of any size.
-            near = range(min(number, samples), max(number - 1000, 0), -1)
-            fitting = next((n for n in near if samples % n == 0), gcd(number, samples))
+            fitting = nearest_divisor(samples, step or steps or 1)
             raise ConfigError(
                 f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = {samples} must be "
                 f"{'' if step and steps else 'a multiple of '}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from hashlib import sha256
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -425,3 +426,10 @@ class CheckpointConfig(Config):
         if self.save_hf is None:
             return None
         return Path(self.save_hf.replace("{rollout_id}", str(iteration))).expanduser().absolute()
+
+
+def nearest_divisor(samples: int, number: int) -> int:
+    """Return the largest divisor of `samples` up to this number, or a smaller one."""
+    # Bounded: both numbers may be of any size.
+    near = range(min(number, samples), max(number - 1000, 0), -1)
+    return next((n for n in near if samples % n == 0), gcd(number, samples))

@@ -1,5 +1,6 @@
 """The reward stage: order, retries, deadlines, processes and errors."""
 
+import argparse
 import asyncio
 import os
 import subprocess
@@ -195,7 +196,7 @@ async def test_a_function_of_groups_that_gets_one_sample_is_explained(tmp_path, 
     file.write_text(f"async def score(args, {name}): return [1.0 for each in {name}]\n")
     config = RewardConfig(function=PythonReward(type="python", path=f"{file}:score"))
     with pytest.raises(RewardError, match="correct ") as caught:
-        await score(samples(), config, args=types.SimpleNamespace())
+        await score(samples(), config, args=argparse.Namespace())
     assert ("reward.function.group=true" in str(caught.value.do)) == (name == "samples")
 
 
