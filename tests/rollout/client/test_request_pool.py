@@ -7,9 +7,11 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from aiohttp import web
 
 from rlpipe.errors import EngineUnavailable
 from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.client.http import Connections
 from rlpipe.rollout.client.request_pool import DirectRouting
 
 WORKERS = [{"url": f"http://e{number}/", "is_healthy": True} for number in range(4)]
@@ -146,3 +148,38 @@ async def test_a_held_client_sends_its_requests_after_the_release():
         async with asyncio.timeout(60):
             await waiting
     assert sent == ["/generate"]
+
+
+async def test_a_client_of_more_engines_has_more_requests_at_once():
+    busy = 0
+    most = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        await asyncio.sleep(0.05)
+        busy -= 1
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    connections = Connections(max_connections=2)
+    async with httpx.AsyncClient(transport=connections, timeout=None) as client:
+        first = [asyncio.create_task(client.get(runner_url(runner))) for _ in range(4)]
+        await asyncio.sleep(0.02)
+        assert most == 2
+        connections.grow(1)  # fewer engines queue what they get
+        connections.grow(6)
+        await asyncio.gather(*first, *(client.get(runner_url(runner)) for _ in range(6)))
+    assert 6 <= most <= 8
+    await runner.cleanup()
+
+
+def runner_url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://{host}:{port}/"
