@@ -229,7 +229,7 @@ def test_the_command_lists_by_default_and_deletes_with_a_flag(
     a_run(local_files, 3)
     Run(local_files, "fork").start(parent="run/00000002").iterate()
     before = local_files.list()
-    assert tool("--remove", "frok") == 2
+    assert tool("--remove", "forl") == 2
     assert "did you mean fork?" in capsys.readouterr().err
     assert tool("--grace", "0s") == 0
     assert "0 objects can be deleted" in capsys.readouterr().out
