@@ -187,7 +187,9 @@ async def shared(
     )
     state.sharing = GpuSharing(resources)
     state.trainer.group = Ranks(servers)
-    spec: Any = SimpleNamespace(engine=config.engine, resources=resources, logs="logs")
+    spec: Any = SimpleNamespace(
+        engine=config.engine, resources=resources, logs="logs", devices=None
+    )
     engines = [
         SupervisedEngine(number, lambda n, _: engine_actor(servers, n)) for number in range(2)
     ]
@@ -254,7 +256,8 @@ async def test_an_engine_samples_once_it_has_all_memory_and_known_weights(
 ):
     servers = Servers(monkeypatch)
     actor = engine_actor(servers, 0)
-    spec: Any = SimpleNamespace(resources=SimpleNamespace(start_timeout_s=1.0))
+    resources = SimpleNamespace(start_timeout_s=1.0, external_engines=())
+    spec: Any = SimpleNamespace(resources=resources, devices=None)
     (server,) = [servers.known[await actor.start.remote(spec)]]
     await actor.release_memory.remote(())
     await actor.resume_memory.remote(ENGINE_PARTS)
