@@ -295,7 +295,7 @@ async def test_an_engine_on_two_nodes_gets_weights_over_each_transport_and_resta
 ):
     fleet, sender = spanning
     (engine,) = fleet.engines
-    group = spread.placement._groups["engines"]
+    group = spread.placement._groups["engine-0"]
     assert len(set(placement_group_table(group)["bundles_to_node_id"].values())) == 2
     assert (await fleet.publish(weights(1), everyone=True))["engines"] == 1
     url = str(engine.url)
