@@ -350,9 +350,10 @@ class Fleet:
         """Check all engines at once; return True if one is up.
 
         A push needs the state of each engine, but does not wait for one that hangs if another is
-        up.
+        up, nor for those that were down before: the actor of a vanished node does not answer.
         """
-        checks = [asyncio.ensure_future(self._is_up(engine)) for engine in self.engines]
+        known = [engine for engine in self.engines if engine.url] or self.engines
+        checks = [asyncio.ensure_future(self._is_up(engine)) for engine in known]
         try:
             done, late = await asyncio.wait(checks, timeout=STATUS_S)
             while late and not any(check.result() for check in done):

@@ -23,6 +23,8 @@ class Engine:
 
     trouble = None
     starting = False
+    url: str | None = None
+    """URL at the last check."""
 
     def __init__(self, delay_s: float, downs: int = 0) -> None:
         self.delay_s = delay_s
@@ -56,3 +58,10 @@ async def test_the_wait_ends_when_the_first_engine_is_up(monkeypatch: pytest.Mon
     engines = [Engine(0.0, downs=2), Engine(0.2, downs=9)]
     await wait_for_engine(engines)
     assert engines[0].checks == 3
+
+
+async def test_a_push_does_not_wait_for_engines_that_were_down_before():
+    engines = [Engine(0.0), Engine(600.0)]
+    engines[0].url = "http://engine-0"
+    await asyncio.wait_for(wait_for_engine(engines), 5.0)
+    assert [engine.checks for engine in engines] == [1, 0]

@@ -78,7 +78,12 @@ def drive(home: Path, arguments: argparse.Namespace) -> tuple[Spots, Watch, Ledg
     command += [f"resources.rollout_num_gpus={arguments.spots}", "resources.keep_idle_s=1"]
     with (home / "run.log").open("wb") as log:
         run = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+            command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # A shell without job control starts programs in the background without SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     try:
         follow(run, watch, ledger, spots, arguments)
