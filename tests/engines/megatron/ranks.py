@@ -356,16 +356,17 @@ def copy_of_checkpoint(
     source: str,
     target: str,
     trained: str | None = None,
+    dtype: str = "float32",
 ) -> dict:
     """Load a whole checkpoint, save it again and train once; return digests and the weights.
 
     `trained`: directory for a checkpoint after the training.
     """
-    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port, dtype=dtype)
     try:
         iteration = ours.load_checkpoint(source)
         digest = ours.state_digest()
-        weights = {name: tensor.clone().numpy() for name, tensor in ours.named_hf_tensors()}
+        weights = {name: tensor.float().clone().numpy() for name, tensor in ours.named_hf_tensors()}
         ours.save_checkpoint(target, iteration)
         after = _train(ours, [1])
         if trained is not None:

@@ -34,8 +34,6 @@ from rlpipe.system.megatron_weights import RELEASE
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
     ShardedTensor,
     ShardedTensorFactory,
 )
@@ -56,8 +54,10 @@ from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_dis
 from rlpipe.engines.megatron.checkpoint.state import (
     adam_states,
     group_settings,
+    in_same_chain,
     inner_optimizers,
     parameter_groups,
+    with_plain_values,
 )
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.model.float32_parameters import counted
@@ -179,7 +179,7 @@ def load_adam_state(trained: TrainedModel, folder: str | Path) -> None:
             do="set model.dtype, or take the weights only: model.source.megatron_optimizer=false "
             "(--no-load-optim)",
         )
-    optimizer = _with_plain_values(state["optimizer"], request)
+    optimizer = with_plain_values(state["optimizer"], request)
     step = int(state["adam_step"])
     for adam in adam_states(optimizer):
         adam["state"]["common_step"] = torch.tensor(float(step))
@@ -210,7 +210,7 @@ def load_critic(
     metadata = {**_metadata(critic), **stored_metadata}
     request = {CRITIC: _critic_state(critic, metadata, loading=True, weights_only=weights_only)}
     state = _read(request, folder)
-    _restore(critic, state[CRITIC], weights_only=weights_only)
+    _restore(critic, state[CRITIC], request[CRITIC], weights_only=weights_only)
     return Loaded(_iteration_of(folder), critic=True)
 
 
@@ -261,9 +261,9 @@ def _load(
         keys = _chunk_keys(trained)
         request |= adapters.without_adapters({key: request[key] for key in keys})
     state = _read(request, folder)
-    _restore(trained, state, weights_only=weights_only, strict=not first)
+    _restore(trained, state, request, weights_only=weights_only, strict=not first)
     if inner_critic is not None:
-        _restore(inner_critic, state[CRITIC], weights_only=weights_only)
+        _restore(inner_critic, state[CRITIC], request[CRITIC], weights_only=weights_only)
     if has_random_state:
         reproducibility.restore_random_state(state[reproducibility.RANDOM_STATE_KEY][0])
     elif restores_random_state:
@@ -306,7 +306,12 @@ def _read(request: dict[str, Any], folder: Path) -> Any:
 
 
 def _restore(
-    trained: TrainedModel, state: dict[str, Any], *, weights_only: bool, strict: bool = True
+    trained: TrainedModel,
+    state: dict[str, Any],
+    request: dict[str, Any],
+    *,
+    weights_only: bool,
+    strict: bool = True,
 ) -> None:
     _load_weights(trained, state, strict=strict)
     if not strict:
@@ -314,7 +319,7 @@ def _restore(
     if weights_only:
         trained.optimizer.reload_model_params()
         return
-    _restore_optimizer(trained, state["optimizer"])
+    _restore_optimizer(trained, in_same_chain(state["optimizer"], request["optimizer"]))
     # Megatron's loading adds the stored steps to the current ones.
     trained.scheduler.num_steps = 0
     trained.scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -463,22 +468,3 @@ def _restore_optimizer(trained: TrainedModel, state: dict[str, Any]) -> None:
                 # Megatron may load one step tensor for all parameters, and then every parameter
                 # would increment it.
                 values["step"] = values["step"].detach().to(parameter.device, copy=True)
-
-
-def _with_plain_values(loaded: Any, request: Any) -> Any:
-    """Return the request with loaded tensors: a file of tensors alone has no other values."""
-    if isinstance(request, dict):
-        return {
-            name: _with_plain_values(_entry(loaded, name), value) for name, value in request.items()
-        }
-    if isinstance(request, list):
-        return [_with_plain_values(_entry(loaded, i), value) for i, value in enumerate(request)]
-    is_loaded = isinstance(request, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
-    return loaded if is_loaded else request
-
-
-def _entry(container: Any, key: Any) -> Any:
-    """Return an entry of a dict or list, in which Megatron leaves out empty parts."""
-    if isinstance(container, dict):
-        return container.get(key)
-    return container[key] if isinstance(container, list) and key < len(container) else None

@@ -17,6 +17,13 @@ import xxhash
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.model.build import TrainedModel
 
+# isort: split
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensorFactory,
+)
+
 if platform.CUDA_FOUND:
     from rlpipe.engines.megatron.model import kernels
 else:
@@ -190,3 +197,50 @@ def _mixed(words: torch.Tensor, position: torch.Tensor, odd: int) -> torch.Tenso
     mixed = (words ^ (position * odd)) * odd
     mixed = (mixed ^ (mixed >> 29)) * odd
     return mixed ^ (mixed >> 32)
+
+
+def in_same_chain(loaded: dict[Any, Any], request: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a loaded state with the optimizers of the request.
+
+    Megatron chains an optimizer of the dense weights and one of the experts where expert
+    parallelism is larger than 1. Tensors have the same names in both cases, and only the other
+    values of a checkpoint (groups of parameters, steps) are those of its own chain.
+    """
+    if all(isinstance(key, int) for key in loaded) if 0 in request else 0 not in loaded:
+        return loaded
+    step = max(_steps(loaded), default=0)
+    state = with_plain_values(loaded, request)
+    for group in parameter_groups(state):
+        group["step"] = step
+    for one in adam_states(state):
+        one["state"]["common_step"] = torch.tensor(float(step))
+    return state
+
+
+def _steps(state: Any) -> Iterator[int]:
+    """Yield the step counts of all optimizers."""
+    for name, value in state.items():
+        if name in ("step", "common_step"):
+            yield int(value)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                yield from _steps(part)
+
+
+def with_plain_values(loaded: Any, request: Any) -> Any:
+    """Return the request with loaded tensors: a file of tensors alone has no other values."""
+    if isinstance(request, dict):
+        return {
+            name: with_plain_values(_entry(loaded, name), value) for name, value in request.items()
+        }
+    if isinstance(request, list):
+        return [with_plain_values(_entry(loaded, i), value) for i, value in enumerate(request)]
+    is_loaded = isinstance(request, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+    return loaded if is_loaded else request
+
+
+def _entry(container: Any, key: Any) -> Any:
+    """Return an entry of a dict or list, in which Megatron leaves out empty parts."""
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if isinstance(container, list) and key < len(container) else None

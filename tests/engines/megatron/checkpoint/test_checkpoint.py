@@ -16,6 +16,7 @@ from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.errors import StoreFull, TrainerError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.ranks import (
+    copy_of_checkpoint,
     engine,
     make_batch,
     room_and_size,
@@ -23,6 +24,7 @@ from tests.engines.megatron.ranks import (
     weights_of_checkpoint,
 )
 
+DTYPES = ("float32", "bfloat16")
 TRAIN = {
     "max_tokens_per_gpu": 64,
     "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "linear"},
@@ -75,6 +77,33 @@ def test_resumed_training_equals_uninterrupted_training_on_two_ranks(
         together = two_ranks.run(weights_of_checkpoint, models["qwen3"], train, str(tmp_path))[0]
         for name, weight in together["weights"].items():
             assert np.array_equal(alone["weights"][name], weight), name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("distributed", "dtype"),
+    [(True, "float32"), *(pytest.param(False, dtype, marks=pytest.mark.long) for dtype in DTYPES)],
+)
+def test_experts_change_their_layout_and_back(models, two_ranks, tmp_path, distributed, dtype):
+    """With expert parallelism Megatron has an optimizer of its own for the experts."""
+    model = models["qwen3_moe"]
+    together = TRAIN | {"use_distributed_optimizer": distributed}
+    apart = together | {"parallel": {"expert_model_parallel_size": 2}}
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    saved = two_ranks.run(save_and_resume, model, apart, first, free_port(), dtype)[0]
+    check(saved)
+
+    def copied(train: dict, source: str, target: str) -> dict:
+        job = (copy_of_checkpoint, model, train, source, target, None, dtype)
+        return two_ranks.run(*job)[0]
+
+    there = copied(together, first, second)
+    back = copied(apart, second, third)
+    assert back["digest"] == saved["saved"]
+    for name, weight in there["weights"].items():
+        assert np.array_equal(back["weights"][name], weight), name
+    again = copied(together, third, str(tmp_path / "last"))
+    assert again["digest"] == there["digest"] and again["trained"] == there["trained"]
 
 
 @pytest.mark.integration
