@@ -29,6 +29,8 @@ from rlpipe.system.parts import Parts
 
 FLUSH_SHARE = 0.8
 """Share of a call's deadline that our servers wait for a cache in use."""
+FIRST = 1
+"""Priority of requests that pass all others, which have 0 on a server of ours."""
 _POLL_S = 0.05
 _SHOWN_CHARACTERS = 500
 Answer = TypeVar("Answer")
@@ -378,7 +380,8 @@ class Engine:
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probability of each token except the first, at temperature 1.
 
-        Token ids are not checked.
+        Token ids are not checked. Waiting requests do not hold up a server of ours (`PRIORITIES` of
+        `server`).
 
         Shapes: sequences [N][T_i]; returns [N][T_i - 1].
         """
@@ -387,6 +390,7 @@ class Engine:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "priority": FIRST,
         }
         return await self._ask("POST", "/generate", body, read=partial(_scores, sequences))
 

@@ -97,6 +97,16 @@ _ALWAYS = {
     "incremental_streaming_output": True,
 }
 
+PRIORITIES = {
+    "enable_priority_scheduling": True,
+    "disable_priority_preemption": True,
+    "default_priority_value": 0,
+}
+"""Lets `Engine.score` pass the requests that wait for their prefill. After a push into a busy
+engine these are all that were in flight, which for 512 of a 4B model are seconds on an H200."""
+PRIORITY_POLICIES = ("fcfs", "lof")
+"""Values of `schedule_policy` with which SGLang knows priorities. The first is its default."""
+
 
 class Part(NamedTuple):
     """Position of a server in an engine that spans nodes."""
@@ -173,7 +183,7 @@ class Server(ServerProcess):
             "skip_tokenizer_init": not reads_text,
             **({"enable_return_routed_experts": True} if names_experts else {}),
             **({"enable_deterministic_inference": True} if deterministic and not on_cpu else {}),
-            **_ALWAYS,
+            **(_ALWAYS | _priorities(config)),
             **defaults,
             **config.sglang,
         }
@@ -296,6 +306,11 @@ def _cpu_binding(ranks: int, threads: int) -> str:
         [cpus[(rank * threads + n) % len(cpus)] for n in range(threads)] for rank in range(ranks)
     )
     return "|".join(",".join(map(str, rank_cpus)) for rank_cpus in by_rank)
+
+
+def _priorities(config: EngineConfig) -> dict[str, object]:
+    policy = config.sglang.get("schedule_policy", PRIORITY_POLICIES[0])
+    return dict(PRIORITIES) if policy in PRIORITY_POLICIES else {}
 
 
 def _gpu_defaults(

@@ -36,6 +36,30 @@ async def test_scores_equal_transformers(live):
         )
 
 
+async def test_scores_do_not_wait_for_requests_that_came_before(live):
+    random = np.random.default_rng(0)  # more tokens than a server prefills at once, none cached
+    prompts = random.integers(2, VOCAB_SIZE, (400, 200)).tolist()
+    async with (
+        Engine(live.server.url) as engine,
+        httpx.AsyncClient(
+            base_url=live.server.url, timeout=120, limits=httpx.Limits(max_connections=None)
+        ) as client,
+    ):
+        await engine.pause()  # so that all requests are there before the first is answered
+        body = {"sampling_params": {"max_new_tokens": 1}}
+        requests = [
+            asyncio.create_task(client.post("/generate", json={"input_ids": prompt, **body}))
+            for prompt in prompts
+        ]
+        await asyncio.sleep(2.0)
+        scored = asyncio.create_task(engine.score([[5, 9, 20, 31]]))
+        await asyncio.sleep(0.2)
+        await engine.continue_()
+        await scored
+        assert sum(request.done() for request in requests) < len(requests) / 2
+        assert all(answer.status_code == 200 for answer in await asyncio.gather(*requests))
+
+
 async def test_a_paused_engine_keeps_requests_waiting(live):
     async with (
         Engine(live.server.url) as engine,
