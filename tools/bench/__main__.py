@@ -3,6 +3,7 @@
     python -m tools.bench rollout train sync iteration store        on a CPU, with a tiny model
     python -m tools.bench scale --engines 2 8 32                    without a model
     python -m tools.bench train rollout --shape 0.6b                on a GPU
+    python -m tools.bench node                                      on all GPUs of a node
 
 | part      | measures                                               | baseline                  |
 |-----------|--------------------------------------------------------|---------------------------|
@@ -12,6 +13,8 @@
 | iteration | seconds by stage, orchestration, idle share of a run   | `--against` keys, or none |
 | store     | MB/s and bytes a token of shards                       | the same bytes as they are |
 | scale     | costs by part with simulated engines and ranks, fitted | none                       |
+| layouts   | an optimizer step on all GPUs, in each layout of ranks | one GPU                    |
+| node      | layouts, and iterations on all GPUs; shapes of its own | one GPU                    |
 
 Both sides of a ratio run alternately; the table shows the median with the smallest and largest. The
 table goes to standard output, progress to standard error, all values and the machine's description
@@ -28,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpipe.errors import RlpipeError
-from tools.bench import iterations, sampling, scale, storing, syncing, training
+from tools.bench import iterations, layouts, node, sampling, scale, storing, syncing, training
 from tools.bench.bench import Bench, about, open_bench
 from tools.bench.measures import Row, table, write
 from tools.command import parsers
@@ -52,9 +55,11 @@ PARTS: dict[str, Part] = {
         arguments.iterations,
         say=bench.progress("scale"),
     ),
+    "layouts": lambda bench, _: layouts.measure(bench),
+    "node": lambda bench, _: node.measure(bench.home, bench.overrides, seconds=bench.seconds),
 }
-DEFAULT_PARTS = [part for part in PARTS if part != "scale"]
-"""`scale` takes many minutes, and measures no model."""
+DEFAULT_PARTS = ["rollout", "train", "sync", "iteration", "store"]
+"""The others take many minutes, or need several GPUs."""
 
 
 def main() -> int:

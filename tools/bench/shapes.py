@@ -100,6 +100,9 @@ SHAPES = {
     "4b": Shape(
         2560, 36, 32, 8, 128, 9728, 151_936, 32, 8, 128, 512, 2048, 16_384, 2, together=False
     ),
+    "8b": Shape(
+        4096, 36, 32, 8, 128, 12288, 151_936, 32, 8, 512, 2048, 2560, 10_240, 4, together=False
+    ),
     "tiny-moe": Shape(
         128, 3, 4, 2, 32, 96, 512, 8, 4, 32, 32, 128, 1024, 2, num_experts=8, experts_per_token=2
     ),
@@ -123,8 +126,8 @@ SHAPES = {
         experts_per_token=8,
     ),
 }
-"""Sizes of Qwen3-0.6B (`0.6b`), Qwen3-4B (`4b`) and six layers of Qwen3-30B-A3B (`moe`); `tiny`
-and `tiny-moe` are for CPUs."""
+"""Sizes of Qwen3-0.6B (`0.6b`), Qwen3-4B (`4b`), Qwen3-8B (`8b`, but its output layer is the
+embedding) and six layers of Qwen3-30B-A3B (`moe`); `tiny` and `tiny-moe` are for CPUs."""
 CONTEXT_LEN = 40_960
 FIRST_CHARACTER = " "
 LAST_CHARACTER = "~"

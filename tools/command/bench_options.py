@@ -10,8 +10,8 @@ import os
 
 from rlpipe.system.project import HOME_VARIABLE
 
-PARTS = ("rollout", "train", "sync", "iteration", "store", "scale")
-SHAPES = ("tiny", "0.6b", "4b", "tiny-moe", "moe")
+PARTS = ("rollout", "train", "sync", "iteration", "store", "scale", "layouts", "node")
+SHAPES = ("tiny", "0.6b", "4b", "8b", "tiny-moe", "moe")
 BASELINES = ("hf", "hf-no-recompute", "hf-fp32-weights")
 TRANSPORTS = ("ipc", "distributed", "tensor", "disk", "delta")
 
@@ -22,7 +22,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="part | key=value",
-        help=f"parts to measure: {', '.join(PARTS)} (default: all but scale); overrides",
+        help=f"parts to measure: {', '.join(PARTS)} (default: the first five); overrides",
     )
     parser.add_argument(
         "--shape", choices=SHAPES, default="tiny", help="size of the model (default: tiny)"
