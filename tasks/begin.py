@@ -21,7 +21,7 @@ from rlpipe.config.hooks import hook_digest
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
-from rlpipe.lineage.continuation import check_same_run
+from rlpipe.lineage.continuation import changes_before_first_commit, check_same_run
 from rlpipe.lineage.source_weights import (
     decisive_digests,
     prompts_record,
@@ -135,6 +135,8 @@ async def first_iteration(ctx: RunContext, origin: Commit | None = None) -> int:
         with waiting_for("first weights"):
             init = await first_weights(ctx)
         ctx.branches.create(ctx.config.run, ctx.config.model_dump(mode="json"), init)
+    else:
+        take_changes(ctx)
     check_same_model(ctx)
     newest = ctx.branches.newest(ctx.config.run)
     if newest is None:
@@ -145,6 +147,17 @@ async def first_iteration(ctx: RunContext, origin: Commit | None = None) -> int:
             "iterations use the new source"
         )
     return newest.iteration + 1
+
+
+def take_changes(ctx: RunContext) -> None:
+    """Store the changed settings of a run without a commit, such as those of its reward."""
+    changes = changes_before_first_commit(ctx.branches, ctx.config)
+    if not changes:
+        return
+    ctx.epoch.check()
+    ctx.branches.replace_config(ctx.config.run, ctx.config.model_dump(mode="json"))
+    for key, change in changes.items():
+        ctx.progress.say(f"{ctx.config.run}: {key} has changed before the first commit: {change}")
 
 
 def changed_functions(ctx: RunContext, commit: Commit) -> list[str]:

@@ -1,11 +1,12 @@
 """Compare the configuration of a stored run with another one.
 
-`check_same_run` decides whether the run may continue. `differing` lists the keys.
+`check_same_run` decides whether the run may continue. `changes_before_first_commit` lists the keys
+that the run may still change. `differing` lists the keys of two configurations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlpipe.config.load import validate_stored
@@ -34,19 +35,18 @@ REPROCESSED_KEYS = (
     "stop_when",
 )
 """Keys that a reprocessed branch sets itself."""
+UNTIL_FIRST_COMMIT = ("reward", "advantage")
+"""Sections that a run without a commit may change. Its plans and samples stay valid."""
 
 
 def check_same_run(branches: Branches, config: RunConfig) -> None:
     """Refuse to continue a branch under a configuration that gives other results.
 
+    A run without a commit may change the sections of UNTIL_FIRST_COMMIT.
     Raises: ConfigError naming each key that differs.
     """
-    record = branches.find(config.run)
-    if record is None:
-        return
-    stored = with_moved_paths(validate_stored(record.config), config)
-    found = differing(_decisive(stored), _decisive(config))
-    if found:
+    found = _changes(branches, config)
+    if found and not _may_change(branches, config.run, found):
         newest = branches.newest(config.run)
         if newest is None:
             removal = f"rlpipe gc --remove {config.run} --delete"
@@ -65,6 +65,33 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
             expected="the same values of keys that decide results",
             do=f"undo these changes to continue the run; {another}; or start a new run: --run NEW",
         )
+
+
+def changes_before_first_commit(branches: Branches, config: RunConfig) -> dict[str, str]:
+    """Return dotted key → `old → new` of the settings that a run without a commit changes."""
+    found = _changes(branches, config)
+    if not _may_change(branches, config.run, found):
+        return {}
+    return {key: f"{old!r} → {new!r}" for key, (old, new) in sorted(found.items())}
+
+
+def _changes(branches: Branches, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return dotted key → (stored, new) of the decisive settings that differ."""
+    record = branches.find(config.run)
+    if record is None:
+        return {}
+    stored = with_moved_paths(validate_stored(record.config), config)
+    return differing(_decisive(stored), _decisive(config))
+
+
+def _may_change(branches: Branches, run: str, keys: Iterable[str]) -> bool:
+    """True if no commit needs the configuration, and the keys decide no weights or samples."""
+    return (
+        all(key.partition(".")[0] in UNTIL_FIRST_COMMIT for key in keys)
+        and branches.get(run).parent is None
+        and not branches.committed(run)
+        and not branches.noted(run)
+    )
 
 
 def _decisive(config: RunConfig) -> dict[str, Any]:

@@ -38,10 +38,14 @@ MAX_ASYNC_CALLS = 64
 EXCERPT_CHARS = 150
 """Characters at the beginning and at the end of a text that an error shows."""
 
-_ADVICE = "correct the reward function and start the run again; it scores the stored samples"
+_ADVICE = (
+    "correct the reward function, or before the first iteration is committed the keys of `reward`, "
+    "and start the run again; it scores the stored samples"
+)
 _GROUP_ADVICE = (
-    "if the function takes all samples of a group, set reward.function.group=true in another run: "
-    "--run NEW; else correct it and start the run again; it scores the stored samples"
+    "if the function takes all samples of a group, set reward.function.group=true; else correct "
+    "it; then start the run again, which scores the stored samples. After the first iteration, a "
+    "changed key needs another run: --fork RUN@K --run NEW"
 )
 SCORED = (Status.COMPLETED, Status.TRUNCATED)
 """Statuses of samples that are scored."""

@@ -23,6 +23,7 @@ from pydantic import Field
 from rlpipe.errors import Fenced, ObjectConflict, ObjectCorrupt, ObjectMissing, StoreError
 from rlpipe.store.chain import link_commit
 from rlpipe.store.nodes import refuse_unknown_contract
+from rlpipe.store.notes import noted_iterations
 from rlpipe.store.objects.files import Files
 from rlpipe.store.receipts import CHAIN_KEYS, PROVENANCE_KEYS, TIMING_KEYS, Receipts
 from rlpipe.store.records import now, seal, unseal
@@ -82,7 +83,7 @@ class Branches:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._receipts = Receipts(files)
-        # A branch's configuration never changes, so one read is enough.
+        # A branch's configuration never changes after its first commit, so one read is enough.
         self._loaded: dict[str, Branch] = {}
 
     def names(self) -> list[str]:
@@ -128,6 +129,26 @@ class Branches:
                 do="resume it with its own configuration, fork it, or take another name",
             ) from error
         return record
+
+    def replace_config(self, branch: str, config: Mapping[str, Any]) -> Branch:
+        """Replace the configuration of a root branch that has no commits and no notes.
+
+        The caller holds the epoch of the branch. A call that was killed leaves either
+        configuration, or no branch: the next start then creates it. Raises: ObjectMissing.
+        """
+        existing = self.get(branch)
+        # A first commit names the digest of the configuration; a fork's parent is a commit.
+        assert existing.parent is None and not self.committed(branch) and not self.noted(branch)
+        path = config_path(branch)
+        record = existing.model_copy(update={"config": dict(config)})
+        self._files.delete(path)
+        self._files.create(path, seal(record, path))
+        del self._loaded[branch]
+        return self.get(branch)
+
+    def noted(self, branch: str) -> list[int]:
+        """Return the iterations of a branch that have notes instead of commits, in order."""
+        return noted_iterations(self._files, branch)
 
     def get(self, branch: str) -> Branch:
         """Return the start of a branch. Raises: ObjectMissing, ObjectCorrupt."""

@@ -10,8 +10,14 @@ import pytest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
-from rlpipe.lineage.continuation import ABSENT, check_same_run, differing
+from rlpipe.lineage.continuation import (
+    ABSENT,
+    changes_before_first_commit,
+    check_same_run,
+    differing,
+)
 from rlpipe.store.branches import Branches
+from rlpipe.store.notes import write_note
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, DataState
 
@@ -45,6 +51,20 @@ def differences(branches: Branches, **sections: Any) -> list[str]:
         check_same_run(branches, config(**sections))
     assert caught.value.where == "run=run"
     return [line.strip() for line in str(caught.value.found).splitlines()]
+
+
+def commit_iteration(branches: Branches, k: int) -> None:
+    branches.commit(
+        Commit(
+            branch="run",
+            iteration=k,
+            parent=branches.parent_name("run", k),
+            plans=("p",),
+            nodes={},
+            data=DataState(),
+            config_digest="c",
+        )
+    )
 
 
 def test_a_new_run_may_begin(tmp_path: Path):
@@ -98,6 +118,29 @@ def test_a_run_whose_learning_rate_decays_over_its_length_keeps_its_length(tmp_p
     assert line.endswith(": was 3, now 30")
 
 
+def test_the_reward_may_change_until_the_first_commit(branches: Branches):
+    changed = {"reward": {"function": {"type": "by_row", "reward_key": "acc"}}}
+    check_same_run(branches, config(**changed))
+    assert changes_before_first_commit(branches, config(**changed)) == {
+        "reward.function.boxed": "False → absent",
+        "reward.function.default": "absent → None",
+        "reward.function.reward_key": "absent → 'acc'",
+        "reward.function.type": "'math' → 'by_row'",
+    }
+    # With another key, which decides samples or weights, nothing may change.
+    lines = differences(branches, seed=1, **changed)
+    assert "reward.function.type: was 'math', now 'by_row'" in lines
+    assert changes_before_first_commit(branches, config(seed=1, **changed)) == {}
+    commit_iteration(branches, 0)
+    differences(branches, **changed)
+    assert changes_before_first_commit(branches, config(**changed)) == {}
+
+
+def test_the_reward_of_noted_samples_does_not_change(branches: Branches, tmp_path: Path):
+    write_note(Files(tmp_path), "run", 0, {})
+    differences(branches, reward={"function": {"type": "reasoning_gym"}})
+
+
 def test_the_error_names_the_fork_command(branches: Branches):
     def says() -> str:
         with pytest.raises(ConfigError) as caught:
@@ -109,16 +152,7 @@ def test_the_error_names_the_fork_command(branches: Branches):
         in says()
     )
     for k in range(2):
-        commit = Commit(
-            branch="run",
-            iteration=k,
-            parent=branches.parent_name("run", k),
-            plans=("p",),
-            nodes={},
-            data=DataState(),
-            config_digest="c",
-        )
-        branches.commit(commit)
+        commit_iteration(branches, k)
     assert "--fork run@1 --run NEW" in says()
 
 
@@ -135,6 +169,7 @@ def test_a_changed_type_of_model_verifier_or_held_out_set_is_refused(branches: B
     lines = differences(branches, model=made)
     assert "model.dtype: was 'bfloat16', now 'float32'" in lines
     assert "model.source.maker: was absent, now 'makers.make'" in lines
+    commit_iteration(branches, 0)
     lines = differences(branches, reward={"function": {"type": "reasoning_gym"}})
     assert "reward.function.type: was 'math', now 'reasoning_gym'" in lines
     assert [line.partition(":")[0] for line in differences(branches, evaluation={})] == [

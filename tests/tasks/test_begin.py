@@ -13,15 +13,21 @@ import pytest
 from rlpipe.config.hooks import hook_digest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, Fenced
 from rlpipe.lineage.continuation import check_same_run
 from rlpipe.lineage.stage_inputs import Inputs, init_inputs
 from rlpipe.observe.progress import Progress
+from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
 from rlpipe.types import Commit, Stage
 from tasks import begin
-from tasks.begin import changed_functions, check_same_model, report_overlong
+from tasks.begin import (
+    changed_functions,
+    check_same_model,
+    first_iteration,
+    report_overlong,
+)
 from tasks.context import RunContext
 
 BASE: dict[str, Any] = {
@@ -68,6 +74,36 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
         check_same_model(opened(tmp_path, moved))
     assert caught.value.where == "model.source"
     assert str(moved) in str(caught.value.found)
+
+
+async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    begun = opened(tmp_path, directory)
+    init = begun.nodes.commit(init_inputs(begun.config, begun.fingerprint, None).node())
+    begun.branches.create("begun", begun.config.model_dump(mode="json"), init.digest)
+    again = opened(tmp_path, directory)
+    function = {"type": "by_row", "reward_key": "acc"}
+    again.config = validate(
+        {**again.config.model_dump(mode="json"), "reward": {"function": function}}
+    )
+    terminal = io.StringIO()
+    again.progress = Progress("begun", 3, stream=terminal)
+    check_same_run(again.branches, again.config)
+    assert await first_iteration(again) == 0
+    assert (
+        "begun: reward.function.reward_key has changed before the first commit: absent → 'acc'"
+        in terminal.getvalue()
+    )
+    (stored,) = [Branches(again.files).get(name) for name in again.branches.names()]
+    assert stored.config == again.config.model_dump(mode="json")
+    assert (stored.init, stored.branch) == (init.digest, "begun")
+    # The earlier driver cannot bring its configuration back.
+    with pytest.raises(Fenced):
+        await first_iteration(begun)
+    assert stored == Branches(again.files).get("begun")
+    again.epoch.release()
 
 
 def test_a_user_function_that_was_edited_since_the_last_iteration_is_named(tmp_path: Path):
