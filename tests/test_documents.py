@@ -18,8 +18,8 @@ from flows.reprocess import reprocess
 from flows.train import train
 from rlpipe.config import smoke
 from rlpipe.config.load import load_run, validate
-from rlpipe.config.problems import all_keys
 from rlpipe.config.run import RunConfig
+from rlpipe.config.similar_keys import all_keys
 from rlpipe.config.text import parse
 from rlpipe.errors import ConfigError
 from rlpipe.slime.args import FREE

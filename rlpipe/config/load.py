@@ -32,8 +32,9 @@ from pydantic import ValidationError
 from rlpipe.config.arguments.check import check_megatron, check_router, check_sglang
 from rlpipe.config.introduced import upgraded
 from rlpipe.config.paths import check_paths, located, most_similar
-from rlpipe.config.problems import Origin, explain, nearest
+from rlpipe.config.problems import Origin, explain
 from rlpipe.config.run import RunConfig
+from rlpipe.config.similar_keys import nearest
 from rlpipe.config.smoke import apply_smoke, merged
 from rlpipe.config.text import dump as dump_yaml
 from rlpipe.config.text import parse, read

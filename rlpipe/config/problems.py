@@ -1,34 +1,32 @@
 """Turn pydantic's validation errors into one ConfigError: key, line, found, expected, nearest keys.
 
 explain(error, origin)     ConfigError for all problems that pydantic found
-nearest(name, names)       the most similar names
-all_keys()                 every dotted key of a configuration
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from rlpipe.config.introduced import models_in
 from rlpipe.config.run import RunConfig
+from rlpipe.config.similar_keys import nearest, similar_keys
 from rlpipe.errors import ConfigError
 
 LONGEST_SHOWN = 200
 """Characters of a value that an error message shows."""
 
 KEY_REFERENCE = "rlpipe/config/KEYS.md"
-_LIMITS = {
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "more than",
-}
-"""Texts of pydantic → plainer texts."""
+_BOUNDS = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
+"""Names of a field's bounds → their text."""
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+"""Types of pydantic's errors of numbers that are out of range."""
 _EXPECTED = {
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys, one of which is `type`",
@@ -109,11 +107,6 @@ class _Problem:
     do: str | None = None
 
 
-def nearest(name: str, names: Iterable[str], at_most: int = 3) -> list[str]:
-    """Return the names that are most similar to `name`, best first; may be empty."""
-    return difflib.get_close_matches(name, list(names), n=at_most, cutoff=0.6)
-
-
 def explain(error: ValidationError, origin: Origin) -> ConfigError:
     """Return one ConfigError for all problems of a validation.
 
@@ -155,7 +148,7 @@ def _problem(entry: Any) -> _Problem:
     if kind == "extra_forbidden":
         name = str(rest[0]) if rest else keys[-1]
         dotted = ".".join([*keys, name]) if rest else key
-        similar = _similar_keys(name, model, ".".join(keys[: len(keys) if rest else -1]))
+        similar = similar_keys(name, model, ".".join(keys[: len(keys) if rest else -1]))
         do = f"rename it, or remove it; {KEY_REFERENCE} lists all keys"
         return _Problem(dotted, "unknown key", expected=similar, do=do)
     if kind == "missing":
@@ -174,17 +167,17 @@ def _problem(entry: Any) -> _Problem:
         if isinstance(error, ConfigError):
             expected = [] if error.expected is None else [str(error.expected)]
             found = None if error.found is None else str(error.found)
-            return _Problem(key, error.problem, found, expected, error.do)
+            return _Problem(key, error.problem, found, expected, error.do or _number(key, entry))
         return _Problem(key, message, do=_change(key, message))
     found = _shown(entry["input"])
     if kind == "too_short":
         return _Problem(key, "too few entries", found, [f"at least {entry['ctx']['min_length']}"])
+    if kind in _OUT_OF_RANGE:
+        return _out_of_range(key, _field(entry["loc"]), entry)
     expected = _EXPECTED.get(kind)
     if expected is None:
         text = message.removeprefix("Input should be ").partition(", unable")[0]
         expected = text[:1].lower() + text[1:]
-        for limit, plain in _LIMITS.items():
-            expected = expected.replace(limit, plain)
     return _Problem(
         key,
         "not a valid value",
@@ -194,12 +187,66 @@ def _problem(entry: Any) -> _Problem:
     )
 
 
+def _out_of_range(key: str, field: FieldInfo | None, entry: Any) -> _Problem:
+    """Return the problem of a number outside the range of its field, with a number to set."""
+    bounds = _bounds(field, entry["ctx"])
+    expected = " and ".join(_BOUNDS[name].format(bound) for name, bound in bounds.items())
+    default = None if field is None else field.default
+    if isinstance(default, int | float):
+        value = f"{default} (the default)"
+    else:
+        value = str(bounds.get("ge", bounds.get("le", "a number")))
+    if bounds.get("ge", "") == bounds.get("le"):
+        expected, do = str(bounds["ge"]), f"set {key} to {value}"
+    else:
+        do = f"set {key} to {value}, or another number in this range"
+    return _Problem(key, "not a valid value", _shown(entry["input"]), [expected], do)
+
+
+def _bounds(field: FieldInfo | None, context: Mapping[str, Any]) -> dict[str, float]:
+    """Return the bounds of a field, lower ones first; else those of the error, its context."""
+    parts = [] if field is None else [*field.metadata, *_of_items(field.annotation)]
+    found = {
+        name: bound
+        for name in _BOUNDS
+        for part in parts
+        if (bound := getattr(part, name, None)) is not None
+    }
+    return found or {name: context[name] for name in _BOUNDS if name in context}
+
+
+def _of_items(annotation: Any) -> Iterator[Any]:
+    """Yield the constraints inside a type, such as those of the items of a list."""
+    for inner in get_args(annotation):
+        if isinstance(inner, FieldInfo):
+            yield from inner.metadata
+        else:
+            yield from (*getattr(inner, "__metadata__", ()), *_of_items(inner))
+
+
+def _field(location: tuple[int | str, ...]) -> FieldInfo | None:
+    """Return the last field of pydantic's location; None in a free mapping."""
+    for length in range(len(location), 0, -1):
+        _, model, _ = _resolve_location(location[: length - 1])
+        if model is not None and (name := location[length - 1]) in model.model_fields:
+            return model.model_fields[str(name)]
+    return None
+
+
 def _change(key: str, message: str) -> str | None:
     """Return the keys to change for the text of a conflict; None if the text has advice itself."""
     if _ADVICE.search(message):
         return None
     named = list(dict.fromkeys(_KEY.findall(message))) or [key or "the recipe"]
     return f"change {' or '.join(named)}; {KEY_REFERENCE} has their meaning"
+
+
+def _number(key: str, entry: Any) -> str | None:
+    """Return what to set in place of a number that a validator refuses; None for other values."""
+    value, expected = entry["input"], entry["ctx"]["error"].expected
+    if isinstance(value, bool) or not isinstance(value, int | float) or expected is None:
+        return None
+    return f"set {key} to {expected}"
 
 
 def _nearest_word(found: Any, quoted: str) -> str | None:
@@ -235,32 +282,6 @@ def _shown(value: Any) -> str:
     if len(text) <= LONGEST_SHOWN:
         return text
     return f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
-
-
-def _similar_keys(name: str, model: type[BaseModel] | None, section: str) -> list[str]:
-    """Return similar keys: siblings first, then keys of the same name in other sections.
-
-    `section`: dotted key of `model`.
-    """
-    if model is None:
-        return []
-    # A key in the wrong section is as common as a typing error.
-    prefix = f"{section}." if section else ""
-    siblings = [prefix + sibling for sibling in nearest(name, model.model_fields)]
-    # Variants of a section share keys, which `all_keys` yields once for each.
-    elsewhere = dict.fromkeys(key for key in all_keys() if key.rpartition(".")[2] == name)
-    if siblings or elsewhere:
-        return [*siblings, *elsewhere][:4]
-    return [f"one of {', '.join(model.model_fields)}"]
-
-
-def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of a configuration model, parents before children."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        for inner in models_in(info.annotation):
-            if inner is not model:
-                yield from all_keys(inner, f"{prefix}{name}.")
 
 
 def _resolve_location(

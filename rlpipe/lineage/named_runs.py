@@ -5,7 +5,7 @@ Entry points: `require_run`, `require_commit`, `unknown_run`.
 
 from __future__ import annotations
 
-from rlpipe.config.problems import nearest
+from rlpipe.config.similar_keys import nearest
 from rlpipe.errors import ConfigError
 from rlpipe.store.branches import Branch, Branches
 from rlpipe.store.objects.files import Files

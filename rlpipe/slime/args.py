@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from rlpipe.config.arguments import names
 from rlpipe.config.data import FilePrompts, PythonReward, RowReward
 from rlpipe.config.model import HuggingFaceModel
-from rlpipe.config.problems import all_keys
 from rlpipe.config.run import RunConfig
+from rlpipe.config.similar_keys import all_keys
 from rlpipe.slime.flag import Flag
 from rlpipe.slime.flag_table import SLIME
 from rlpipe.slime.megatron_flags import MEGATRON

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.problems import nearest
+from rlpipe.config.similar_keys import nearest
 from rlpipe.config.text import parse, read
 from rlpipe.errors import ConfigError
 from rlpipe.slime.reward_flags import reward_function

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from rlpipe.config.data import RuleReward
-from rlpipe.config.problems import nearest
+from rlpipe.config.similar_keys import nearest
 from rlpipe.errors import ConfigError
 
 RULES = ("math", *get_args(RuleReward.model_fields["type"].annotation), "reasoning_gym")

@@ -8,7 +8,7 @@ import pytest
 
 from rlpipe.config import load
 from rlpipe.config.load import dump, find_recipe, home, load_run
-from rlpipe.config.problems import all_keys
+from rlpipe.config.similar_keys import all_keys
 from rlpipe.errors import ConfigError
 from rlpipe.slime.flag_keys import BASE
 
@@ -136,7 +136,49 @@ def test_the_error_of_an_unknown_variant_lists_the_known_ones(recipe):
 def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):
     error = refused(recipe, "rollout.rollout_batch_size=0")
     assert error.where == "rollout.rollout_batch_size (override rollout.rollout_batch_size=0)"
-    assert (error.found, error.expected) == ("0", "at least 1")
+    assert (error.found, error.expected) == ("0", "at least 1 and at most 1000000")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected", "value"),
+    [
+        ("train.lora.rank=0", "at least 1", "16 (the default), or another number in this range"),
+        ("train.lora.dropout=0.5", "0", "0.0 (the default)"),
+        (
+            "rollout.rollout_top_p=0",
+            "more than 0 and at most 1",
+            "1.0 (the default), or another number in this range",
+        ),
+        (
+            "train.optimizer.adam_beta1=1",
+            "at least 0 and less than 1",
+            "0.9 (the default), or another number in this range",
+        ),
+        (
+            "evaluation.datasets.0.top_p=1.5",
+            "more than 0 and at most 1",
+            "1, or another number in this range",
+        ),
+        (
+            "rollout.rollout_stop_token_ids.0=-1",
+            "at least 0 and at most 2147483647",
+            "0, or another number in this range",
+        ),
+        ("train.timeout_s=1e12", "at most 1e+08 (three years)", "at most 1e+08 (three years)"),
+    ],
+)
+def test_the_error_of_a_number_out_of_range_names_the_range_and_a_number_to_set(
+    recipe, override: str, expected: str, value: str
+):
+    recipe.write_text(
+        RECIPE.replace(
+            "  n_samples_per_prompt: 2", "  n_samples_per_prompt: 2\n  rollout_stop_token_ids: [3]"
+        )
+    )
+    error = refused(recipe, override)
+    key = override.partition("=")[0]
+    assert (error.where, error.expected) == (f"{key} (override {override})", expected)
+    assert error.do == f"set {key} to {value}"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +193,11 @@ def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):
         ("run=a/b", "'a/b'", None),
         ("store.root=gs://bucket/runs", "gs://bucket/runs", None),
         ("engine.router_url=router", "router", None),
-        ("rollout.rollout_top_k=-3", "-3", None),
+        (
+            "rollout.rollout_top_k=-3",
+            "-3",
+            "set rollout.rollout_top_k to a number of tokens, or -1 for all of them",
+        ),
         ("model.source.hf_checkpoint=", "null (no value)", None),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlpipe.config.load import dump, find_recipe, load_run, presets, recipes, unused_keys
-from rlpipe.config.problems import all_keys
+from rlpipe.config.similar_keys import all_keys
 from rlpipe.config.text import dump as dump_yaml
 from rlpipe.config.unused import DEPENDENCIES
 from rlpipe.slime.command_line import read_flags

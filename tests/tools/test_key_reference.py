@@ -6,7 +6,7 @@ import sys
 from typing import Literal
 
 from rlpipe.config.base import Config, Tuning
-from rlpipe.config.problems import all_keys
+from rlpipe.config.similar_keys import all_keys
 from tools import key_reference
 from tools.key_reference import UNITS, flags_by_key, meaning_of, reference, sections
 
