@@ -1,9 +1,9 @@
 """Convert a Hugging Face directory to a torch_dist checkpoint for any parallel layout.
 
-    rlpipe convert hf2dist --hf-checkpoint /models/GLM-Z1-9B-0414
-        --save /models/GLM-Z1-9B-0414_torch_dist
+    rlpipe convert hf2dist --input-dir /models/GLM-Z1-9B-0414
+        --output-dir OUT
 
-Writes SAVE/release and SAVE/latest_checkpointed_iteration.txt. Uses no GPU and the memory of one
+Writes OUT/release and OUT/latest_checkpointed_iteration.txt. Uses no GPU and the memory of one
 file of weights. The same command continues after an interruption. Megatron's flags of the model
 (`${MODEL_ARGS[@]}`) are compared with config.json. Runs need no such checkpoint: they read
 `--hf-checkpoint` directly.
@@ -34,7 +34,7 @@ def main() -> int:
 
 def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Run the conversion. Raises: as `to_torch_dist`."""
-    directory = given_directory(arguments.hf_checkpoint, "--hf-checkpoint")
+    directory = given_directory(arguments.input_dir, "--input-dir")
     check_model(read_flags(rest, also=option_names(parsers.hf2dist())).own, str(directory))
     hide_gpus()
     from rlpipe.engines.megatron.checkpoint.conversion.convert import to_torch_dist
@@ -42,7 +42,7 @@ def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
     with bar() as progress:
         report = to_torch_dist(
             directory,
-            Path(arguments.save),
+            Path(arguments.output_dir),
             dtype=arguments.dtype,
             shard_bytes=size_bytes(arguments.max_shard_size),
             force=arguments.force,

@@ -1,6 +1,6 @@
 """Convert a checkpoint to a Hugging Face directory with the ranks that train it, under torchrun.
 
-    torchrun --nproc_per_node TP×PP tools/convert_to_hf.py --load CKPT --output-dir OUT
+    torchrun --nproc_per_node TP×PP tools/convert_to_hf.py --input-dir CKPT --output-dir OUT
         [--check-same] ...other arguments of training
 
 The ranks load the checkpoint in the layout of the arguments, and write the tensors that a push
@@ -53,7 +53,7 @@ def configuration(recipe: str | None, words: list[str]) -> RunConfig:
             where="tools/convert_to_hf.py",
             do="give the arguments of training, or --recipe",
         )
-    # Training refuses --ref-load. Here --load names the weights, so the flag has no meaning.
+    # Training refuses --ref-load. Here --input-dir names the weights, so it has no meaning.
     flags.own.pop("ref_load", None)
     return load_run(recipe or str(BASE), overrides_of(flags), "convert")
 
@@ -93,7 +93,7 @@ def convert(arguments: argparse.Namespace, config: RunConfig) -> int:
     )
     try:
         scorer: ScoringModel = build_scoring_model(model_dir, config.model, config.train)
-        load_checkpoint_weights(scorer, Path(arguments.load), arguments.ckpt_step)
+        load_checkpoint_weights(scorer, Path(arguments.input_dir), arguments.ckpt_step)
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         save_hf(scorer, model_dir, unfinished)
@@ -137,11 +137,13 @@ def options() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
+        "--input-dir",
         "--load",
         required=True,
         metavar="DIR",
         help="a folder such as iter_0000100, or its parent",
     )
+    # Without `--save`, which is an argument of training.
     parser.add_argument(
         "--output-dir", required=True, metavar="DIR", help="the written Hugging Face directory"
     )
@@ -149,7 +151,7 @@ def options() -> argparse.ArgumentParser:
         "--ckpt-step",
         type=int,
         metavar="K",
-        help="number of the iter_... folder below --load (default: the latest)",
+        help="number of the iter_... folder below --input-dir (default: the latest)",
     )
     parser.add_argument("--recipe", help="a recipe, instead of flags or in addition")
     parser.add_argument(

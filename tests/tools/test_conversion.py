@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpipe.errors import ConfigError
 from tools import convert_hf_to_torch_dist, convert_to_hf, convert_torch_dist_to_hf
+from tools.command import parsers
 from tools.conversion import size_bytes
 
 TRAINING = (
@@ -52,9 +53,9 @@ def test_the_commands_convert_both_directions_and_compare(model, call, tmp_path,
     there = ("--hf-checkpoint", model, "--save", tmp_path / "dist", "--max-shard-size", "20KB")
     assert call(convert_hf_to_torch_dist, *there, "--num-layers", "2", "--hidden-size", "32") == 0
     back = (
-        "--input-dir",
+        "--load",
         tmp_path / "dist" / "release",
-        "--output-dir",
+        "--save",
         tmp_path / "back",
         "--origin-hf-dir",
         model,
@@ -64,6 +65,16 @@ def test_the_commands_convert_both_directions_and_compare(model, call, tmp_path,
     shutil.rmtree(tmp_path / "back")
     assert call(convert_torch_dist_to_hf, *back, "--check-same", "--dtype", "bfloat16") == 1
     assert "float32[64, 32] and bfloat16[64, 32]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("parser", "source"),
+    [(parsers.hf2dist, "--hf-checkpoint"), (parsers.dist2hf, "--load")],
+)
+def test_both_directions_take_the_same_names_and_those_of_slime(parser, source):
+    common = parser().parse_args(["--input-dir", "in", "--output-dir", "out"])
+    assert (common.input_dir, common.output_dir) == ("in", "out")
+    assert parser().parse_args([source, "in", "--save", "out"]) == common
 
 
 def test_flags_of_another_model_are_refused(model, call, tmp_path, capsys):

@@ -14,7 +14,9 @@ from tools.command.bench_options import add_bench
 from tools.command.shared_options import (
     COMMAND,
     add_home,
+    add_input,
     add_iterations,
+    add_output,
     add_overrides,
     add_run,
     add_sizes,
@@ -255,13 +257,8 @@ def replay() -> argparse.ArgumentParser:
 def hf2dist() -> argparse.ArgumentParser:
     """Return the options of `convert hf2dist`."""
     parser = new_parser("convert hf2dist", "Hugging Face directory → torch_dist checkpoint.")
-    parser.add_argument(
-        "--hf-checkpoint",
-        required=True,
-        metavar="DIR",
-        help="config.json, *.safetensors, tokenizer",
-    )
-    parser.add_argument("--save", required=True, metavar="DIR", help="folder of the checkpoint")
+    add_input(parser, "--hf-checkpoint", "config.json, *.safetensors, tokenizer", required=True)
+    add_output(parser, "folder of the checkpoint")
     add_sizes(parser, "as config.json says")
     parser.add_argument("-f", "--force", action="store_true", help="replace the destination")
     return parser
@@ -270,17 +267,13 @@ def hf2dist() -> argparse.ArgumentParser:
 def dist2hf() -> argparse.ArgumentParser:
     """Return the options of `convert dist2hf`."""
     parser = new_parser("convert dist2hf", "Megatron checkpoint → Hugging Face directory.")
-    parser.add_argument(
-        "--input-dir", metavar="DIR", help="a folder such as iter_0000100, or its parent"
-    )
+    add_input(parser, "--load", "a folder such as iter_0000100, or its parent", required=False)
     parser.add_argument(
         "--of",
         metavar="RUN[@K]",
         help="a run's weights after iteration K (default: the newest saved)",
     )
-    parser.add_argument(
-        "--output-dir", required=True, metavar="DIR", help="the written Hugging Face directory"
-    )
+    add_output(parser, "the written Hugging Face directory")
     parser.add_argument(
         "--origin-hf-dir",
         metavar="DIR",

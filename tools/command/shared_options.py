@@ -59,6 +59,20 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run", dest="run", metavar="RUN", help="the same, as an option")
 
 
+def add_input(parser: argparse.ArgumentParser, other: str, text: str, *, required: bool) -> None:
+    """Add `--input-dir` of a conversion. `other`: slime's name of the same option."""
+    parser.add_argument(
+        "--input-dir", other, dest="input_dir", required=required, metavar="DIR", help=text
+    )
+
+
+def add_output(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add `--output-dir` of a conversion; some conversions of slime call it `--save`."""
+    parser.add_argument(
+        "--output-dir", "--save", dest="output_dir", required=True, metavar="DIR", help=text
+    )
+
+
 def add_sizes(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Add the data type and the size of written weights. `dtype`: description of the default."""
     parser.add_argument(

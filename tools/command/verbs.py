@@ -134,7 +134,7 @@ SECTIONS: dict[str, tuple[Verb, ...]] = {
             "convert hf2dist",
             "Hugging Face directory to torch_dist checkpoint",
             "tools.convert_hf_to_torch_dist",
-            "--hf-checkpoint MODEL --save OUT",
+            "--input-dir MODEL --output-dir OUT",
             "hf2dist",
         ),
         Verb(
