@@ -24,6 +24,7 @@ from rlpipe.errors import RlpipeError
 from rlpipe.slime.args import FLAGS
 from rlpipe.slime.command_line import ParsedFlags, read_flags
 from rlpipe.slime.flag_keys import BASE, keys_of
+from rlpipe.slime.model_flags import weight_flags
 from tools.command import parsers
 from tools.command.run_words import apply_flags, notes, option_names, read_words
 from tools.piped import piped
@@ -66,7 +67,9 @@ def sources_of(origin: Origin, flags: ParsedFlags) -> dict[str, str]:
         sources = {name: text for name, text in sources.items() if not _is_below(name, key)}
         value, _ = parse(override.partition("=")[2], f"override {key}")
         text = options.get(key, f"override {key}")
-        sources |= dict.fromkeys((name for name, _ in _leaves(value, key)), text)
+        # A section such as `model.source` may come from several flags.
+        of_key = options if key in options else {}
+        sources |= {name: of_key.get(name, text) for name, _ in _leaves(value, key)}
     return sources
 
 
@@ -81,6 +84,7 @@ def flag_options(flags: ParsedFlags) -> dict[str, str]:
     keys |= {f"engine.sglang.{name}": f"--sglang-{name.replace('_', '-')}" for name in flags.sglang}
     keys |= {f"engine.router.{name}": f"--router-{name.replace('_', '-')}" for name in flags.router}
     keys |= {f"flags.{name}": option for name, option in given.items()}
+    keys |= {key: given[name] for key, name in weight_flags(flags.own).items() if name in given}
     for override in flags.overrides:
         keys.pop(override.partition("=")[0], None)
     return {key: f"slime: {option}" for key, option in keys.items()}

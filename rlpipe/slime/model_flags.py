@@ -140,6 +140,18 @@ def _first_weights(values: Values) -> Keys:
     return _megatron(reference, values.get("ref_ckpt_step"))
 
 
+def weight_flags(values: Values) -> dict[str, str]:
+    """Return dotted key → name of the flag, for the files of the first weights and the critic's."""
+    keys = _first_weights(values)
+    load = values.get("load")
+    of_load = loads_checkpoint(values) or (load and _is_model(load))
+    folder, step = ("load", "ckpt_step") if of_load else ("ref_load", "ref_ckpt_step")
+    flags = {f"model.source.{name}": step if name.endswith("_step") else folder for name in keys}
+    return flags | {
+        key: "ckpt_step" if key.endswith("_step") else "critic_load" for key in _critic(values)
+    }
+
+
 def _reference(values: Values) -> Keys:
     """Return the keys of a reference that is not the first weights. Raises: ConfigError."""
     if not (values.get("use_kl_loss") or values.get("kl_coef")):

@@ -98,6 +98,34 @@ def test_flags_of_slime_are_sources(command: Command):
     assert found["reward.function.type"] == "slime: --rm-type"
     assert found["train.optimizer.adam_beta1"] == "override train.optimizer.adam_beta1"
     assert found["flags.rm_type"] == "slime: --rm-type"
+
+
+def test_weights_name_the_flag_of_their_folder(command: Command, tmp_path: Path):
+    for name in ("load", "reference", "critic"):
+        (tmp_path / name / "iter_0000020").mkdir(parents=True)
+        (tmp_path / name / "iter_0000020" / ".metadata").touch()
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("20")
+    words = [
+        *("--hf-checkpoint", "/models/m", "--prompt-data", "train.jsonl", "--rm-type", "math"),
+        *("--num-rollout", "30", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"),
+        *("--ref-load", "reference"),
+    ]
+    source = "model.source"
+    found = sources(command(*words))
+    assert found[f"{source}.hf_checkpoint"] == "slime: --hf-checkpoint"
+    assert found[f"{source}.megatron_checkpoint"] == "slime: --ref-load"
+    # A folder of --load without a checkpoint gives no weights.
+    found = sources(command(*words, "--load", "new", "--save", "new"))
+    assert found[f"{source}.megatron_checkpoint"] == "slime: --ref-load"
+    of_ppo = ("--advantage-estimator", "ppo", "--critic-load", "critic")
+    found = sources(command(*words, "--load", "load", "--ckpt-step", "20", *of_ppo))
+    assert found[f"{source}.megatron_checkpoint"] == "slime: --load"
+    assert found[f"{source}.megatron_optimizer"] == "slime: --load"
+    assert found[f"{source}.megatron_checkpoint_step"] == "slime: --ckpt-step"
+    assert found["critic.megatron_checkpoint"] == "slime: --critic-load"
+    other = f"{source}={{type: huggingface, hf_checkpoint: /other}}"
+    found = sources(command(*words, other))
+    assert found[f"{source}.hf_checkpoint"] == f"override {source}"
     assert found["advantage.fan_out_baseline"] == "slime: default"
 
 
