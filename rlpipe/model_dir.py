@@ -160,6 +160,22 @@ def prompt_context_len(
     return None if any(functions) else model_context_len(model)
 
 
+def long_responses(
+    rollout: RolloutConfig, datasets: Sequence[EvalDataset], directory: str
+) -> list[str]:
+    """Return a text for each limit of responses that the model's context cannot hold."""
+    context = model_context_len(read_object(Path(directory) / "config.json", "model.source"))
+    limits = {"rollout.rollout_max_response_len": rollout.rollout_max_response_len}
+    for number, dataset in enumerate(datasets):
+        limits[f"evaluation.datasets.{number}.max_response_len"] = dataset.max_response_len or 0
+    return [
+        f"{key}: {limit} tokens do not fit into the model's context of {context} tokens, "
+        "prompt included; longer responses are cut there and count as truncated"
+        for key, limit in limits.items()
+        if context is not None and limit >= context
+    ]
+
+
 def check_context_len(
     engine: EngineConfig, rollout: RolloutConfig, datasets: Sequence[EvalDataset], directory: str
 ) -> None:

@@ -31,7 +31,14 @@ from rlpipe.config.run import RunConfig
 from rlpipe.data.prompt_lengths import check_prompt_lengths, file_rows
 from rlpipe.errors import ResourceError
 from rlpipe.lineage.states import Lineages
-from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory, model_fingerprint
+from rlpipe.model_dir import (
+    check_context_len,
+    check_stop_ids,
+    long_responses,
+    model_directory,
+    model_directory_if_present,
+    model_fingerprint,
+)
 from rlpipe.observe.progress import Progress
 from rlpipe.observe.terminal import waiting_for
 from rlpipe.store.branches import Branches, parse_commit_name
@@ -238,13 +245,20 @@ async def _open_run(
     try:
         if not epoch.joined:
             write_run(home, config.run, _run_file(home, config, epoch))
-        # In a thread: making a model directory may take minutes.
         with waiting_for("model"):
+            # In threads: making a model directory may take minutes.
+            present = await asyncio.to_thread(
+                model_directory_if_present, config.model, home, seed=config.seed
+            )
             model_dir = await asyncio.to_thread(
                 model_directory, config.model, home, seed=config.seed
             )
         check_stop_ids(config.rollout, config.evaluation.datasets, model_dir)
         check_context_len(config.engine, config.rollout, config.evaluation.datasets, model_dir)
+        # `rlpipe train` warned already if the model was here.
+        if present is None and config.needs_engines and not epoch.joined:
+            for text in long_responses(config.rollout, config.evaluation.datasets, model_dir):
+                progress.say(f"{config.run}: warning: {text}")
         # The preflight had no directory of a model that is made here.
         if isinstance(config.model.source, MadeModel) and not epoch.joined:
             rows = await asyncio.to_thread(file_rows, config)

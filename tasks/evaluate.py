@@ -46,7 +46,11 @@ async def _evaluate_version(ctx: RunContext, dataset: EvalDataset, version: int)
         if not await are_served(ctx, weights, version):
             await _push_weights(ctx, weights, version)
         await ctx.cluster.sample()
-        ctx.progress.stage("eval")
+        ctx.progress.stage(
+            "eval",
+            waits_for=f"samples and rewards of {dataset.name} "
+            f"(rollout.timeout_s={ctx.config.rollout.timeout_s:g})",
+        )
         # Longer than the generator's own deadline, so that its error is the reported one.
         deadline_s = ctx.config.rollout.timeout_s + 60
         async with _weights_served(ctx, weights, version):

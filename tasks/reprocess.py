@@ -30,6 +30,7 @@ from rlpipe.observe.pages import write_whole
 from rlpipe.observe.progress import Progress
 from rlpipe.reprocess.branch import Reprocessor
 from rlpipe.reprocess.report import compare
+from rlpipe.rewards.reward_rows import waits_for
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
@@ -90,7 +91,10 @@ async def _attempt(run: str, k: int) -> State:
             "the run has no stored rollout of this iteration", where=f"{ctx.of}, iteration {k}"
         )
     result = await ctx.reprocessor.iteration(
-        stored, lambda done, total: ctx.progress.stage("reward", k, done=done, total=total)
+        stored,
+        lambda done, total: ctx.progress.stage(
+            "reward", k, done=done, total=total, waits_for=waits_for(ctx.config.reward)
+        ),
     )
     outputs = result.reward.outputs
     line: dict[str, float | str] = {

@@ -12,7 +12,7 @@ from rlpipe.batch.files import read_samples, write_rewards
 from rlpipe.config.data import NoReward
 from rlpipe.lineage.stage_inputs import reward_inputs
 from rlpipe.rewards.post_process import post_process
-from rlpipe.rewards.reward_rows import error_note, reward_outputs, score
+from rlpipe.rewards.reward_rows import error_note, reward_outputs, score, waits_for
 from rlpipe.slime.args import slime_args
 from rlpipe.types import NodeRef, Stage
 from tasks.context import RunContext, context
@@ -60,7 +60,9 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             samples,
             ctx.config.reward,
             args=args,
-            progress=lambda done, total: ctx.progress.stage("reward", k, done=done, total=total),
+            progress=lambda done, total: ctx.progress.stage(
+                "reward", k, done=done, total=total, waits_for=waits_for(ctx.config.reward)
+            ),
         )
         # First: post-processing may fail because of the rewards that are missing.
         _warn_of_errors(ctx, k, error_note(rewards, samples, ctx.config.reward))

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from prefect.client.schemas.objects import State
 
+from rlpipe.config.run import RunConfig
 from rlpipe.engines.sglang.admin import EngineLoad
 from rlpipe.errors import DeadlineExceeded, ObjectMissing
 from rlpipe.lineage.stage_inputs import Inputs, rollout_inputs
 from rlpipe.observe.flops import speed_metrics
+from rlpipe.rewards.reward_rows import waits_for
 from rlpipe.system.gpus import GpuReading, gpu_metrics
 from rlpipe.types import DataState, Node
 from tasks.context import RunContext, context
@@ -143,7 +145,13 @@ async def _watch(ctx: RunContext, k: int, readings: EngineReadings) -> None:
             tokens = state["tokens"]
             reports.forget_ends()
         ctx.progress.stage(
-            "rollout", k, done=state["done"], total=state["total"], tokens=state["tokens"]
+            "rollout",
+            k,
+            done=state["done"],
+            total=state["total"],
+            tokens=state["tokens"],
+            waits_for=_waits_for(ctx.config),
+            unit="groups",
         )
         if ctx.cluster.has_engines and reports.is_due():
             engines = await ctx.cluster.engines()
@@ -154,6 +162,13 @@ async def _watch(ctx: RunContext, k: int, readings: EngineReadings) -> None:
                 await ctx.cluster.generator.abandon(k)
                 raise error
         await asyncio.sleep(PROGRESS_INTERVAL_S)
+
+
+def _waits_for(config: RunConfig) -> str:
+    """Return what a rollout waits for, with the deadlines, for the terminal."""
+    text = f"responses (rollout.timeout_s={config.rollout.timeout_s:g})"
+    scores = config.rollout.scores_while_sampling
+    return f"{text} or {waits_for(config.reward)}" if scores else text
 
 
 class EngineReadings:

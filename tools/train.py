@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from rlpipe.config.load import (
@@ -35,12 +34,11 @@ from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
-from rlpipe.model_dir import model_context_len, model_directory_if_present
+from rlpipe.model_dir import long_responses, model_directory_if_present
 from rlpipe.observe.terminal import Screen, waiting_for
 from rlpipe.preflight import check
 from rlpipe.slime.command_line import read_flags
 from rlpipe.system.imports import quick_imports
-from rlpipe.system.model_files import read_object
 from tools.command import parsers
 from tools.command.parsers import COMMAND
 from tools.command.run_words import apply_flags, notes, option_names, read_words
@@ -67,7 +65,7 @@ def main() -> int:
             require_files(arguments.recipe, arguments.overrides, arguments.run)
             with Screen(quiet=arguments.quiet), waiting_for("checks before the start"):
                 check(pinned(config, home()), home())
-            remarks = [*long_responses(config), *unused_servers(config)]
+            remarks = [*context_warnings(config), *unused_servers(config)]
     except RlpipeError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
@@ -81,24 +79,15 @@ def main() -> int:
     return drive(arguments, config)
 
 
-def long_responses(config: RunConfig) -> Iterator[str]:
-    """Yield a text for each limit of responses that the model's context cannot hold.
+def context_warnings(config: RunConfig) -> list[str]:
+    """Return the warnings about limits of responses.
 
-    Nothing for a model that is not on this machine yet.
+    None for a model that is not on this machine yet. The run gives them once the model is there.
     """
     directory = model_directory_if_present(config.model, home(), seed=config.seed)
     if directory is None or not config.needs_engines:
-        return
-    context = model_context_len(read_object(Path(directory) / "config.json", "model.source"))
-    limits = {"rollout.rollout_max_response_len": config.rollout.rollout_max_response_len}
-    for number, dataset in enumerate(config.evaluation.datasets):
-        limits[f"evaluation.datasets.{number}.max_response_len"] = dataset.max_response_len or 0
-    for key, limit in limits.items():
-        if context is not None and limit >= context:
-            yield (
-                f"{key}: {limit} tokens do not fit into the model's context of {context} tokens, "
-                "prompt included; longer responses are cut there and count as truncated"
-            )
+        return []
+    return long_responses(config.rollout, config.evaluation.datasets, directory)
 
 
 def unused_servers(config: RunConfig) -> Iterator[str]:

@@ -9,6 +9,8 @@ Iterations in flight run their stages at the same time, so each stage belongs to
 has a clock of its own. On a terminal, the block has a bar for the run, the values of the last
 iteration with the curve of the reward, and a bar for each running stage. Without a terminal there
 is one plain line per iteration.
+A stage that says what it waits for shows this once nothing has changed for some seconds: in its row
+of the block, or as plain lines.
 `terminal.Screen` draws, so every call returns at once and async code can call it. Programs should
 read the store, not this output.
 """
@@ -16,6 +18,7 @@ read the store, not this output.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,6 +47,13 @@ GAP = 2
 """Columns between two values."""
 SMALLEST_REST_S = 0.1
 """Shortest time between stages that the line of an iteration shows."""
+WAIT_SHOWN_AFTER_S = 10.0
+"""The row of a stage shows its wait after this time without a change."""
+PLAIN_WAIT_S = (30.0, 600.0)
+"""Without a block, the first line of a wait comes after the first time. Each next one comes after
+twice the time of the one before, at most the second time later."""
+CHECK_S = 5.0
+"""Time between two looks at the waits, without a block."""
 
 
 @dataclass(slots=True)
@@ -55,6 +65,30 @@ class _Stage:
     tokens: int | None = None
     reward: float | None = None
     note: str = ""
+    waits_for: str = ""
+    unit: str = ""
+    changed: float = 0.0
+    """Time of the last change of `done`, `total` and `tokens`."""
+    line_after_s: float = PLAIN_WAIT_S[0]
+    """Time without a change after which the next plain line is due."""
+
+    def advance(
+        self, now: float, done: float | None, total: float | None, tokens: int | None
+    ) -> None:
+        """Set the counts."""
+        if (done, total, tokens) != (self.done, self.total, self.tokens):
+            self.changed = now
+            self.line_after_s = PLAIN_WAIT_S[0]
+        self.done = done
+        self.total = total
+        self.tokens = tokens
+
+    def wait_text(self, now: float) -> str:
+        """Return how long the stage has waited, for what, and how much is open."""
+        text = f"waiting {duration(now - self.changed)} for {self.waits_for}"
+        if self.done is None or not self.total:
+            return text
+        return f"{self.total - self.done:,.0f} of {self.total:,.0f} {self.unit} open, {text}"
 
 
 @dataclass(slots=True)
@@ -123,6 +157,7 @@ class Progress:
         self._curve: list[float] = []
         self._summary: Mapping[str, float | int | str] = {}
         self._last_line: Text | None = None
+        self._ended = threading.Event()
 
     def __enter__(self) -> Progress:
         self._started = self._last_end = self._clock()
@@ -130,9 +165,12 @@ class Progress:
         self._drawn = self._screen.is_live and current() is self._screen
         if self._drawn:
             self._screen.add(self._block)
+        elif not self._screen.quiet:
+            threading.Thread(target=self._say_waits_until_the_end, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         self._screen.remove(self._block)
         self._contexts.close()
         # The block is gone, and its last values stay as a line.
@@ -162,24 +200,27 @@ class Progress:
         tokens: int | None = None,
         reward: float | None = None,
         note: str = "",
+        waits_for: str = "",
+        unit: str = "samples",
     ) -> None:
         """Show the running stage of an iteration and its progress.
 
         A new name ends the previous stage of the iteration. `iteration`: None for work of no single
         iteration. `tokens`: since the stage started. `reward`: mean so far. Values of None are not
-        shown.
+        shown. `waits_for`: what the stage waits for, with the key of the deadline; shown if nothing
+        changes. `unit`: of `done` and `total`.
         """
         stage = self._stages.get(iteration)
         if stage is None or stage.name != name:
             self.end_stage(iteration)
             now = self._clock()
-            stage = self._stages[iteration] = _Stage(name, now)
+            stage = self._stages[iteration] = _Stage(name, now, changed=now)
             self._busy.setdefault(name, _Busy()).start(now)
-        stage.done = done
-        stage.total = total
-        stage.tokens = tokens
+        stage.advance(self._clock(), done, total, tokens)
         stage.reward = reward
         stage.note = note
+        stage.waits_for = waits_for
+        stage.unit = unit
 
     def end_stage(self, iteration: int | None = None) -> None:
         """End the running stage of an iteration, if there is one."""
@@ -244,6 +285,22 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line of text."""
         self._screen.say(text)
+
+    def say_waits(self) -> None:
+        """Print a line for each stage that waits for long."""
+        now = self._clock()
+        # A copy: another thread may start or end a stage meanwhile.
+        for iteration, stage in self._stages.copy().items():
+            if not stage.waits_for or now - stage.changed < stage.line_after_s:
+                continue
+            stage.line_after_s = now - stage.changed + min(stage.line_after_s, PLAIN_WAIT_S[1])
+            of_iteration = "" if iteration is None else f"iteration {iteration}: "
+            self._screen.say(f"{self.run}: {of_iteration}{stage.name}: {stage.wait_text(now)}")
+
+    def _say_waits_until_the_end(self) -> None:
+        # A thread: a user's function may block the event loop.
+        while not self._ended.wait(CHECK_S):
+            self.say_waits()
 
     @property
     def _done(self) -> int:
@@ -386,6 +443,8 @@ def _stage_values(stage: _Stage, now: float) -> str:
         values.append(f"reward {value_text(stage.reward)}")
     if stage.note:
         values.append(stage.note)
+    if stage.waits_for and now - stage.changed >= WAIT_SHOWN_AFTER_S:
+        values.append(stage.wait_text(now))
     values.append(duration(seconds))
     if stage.done and stage.total and stage.done < stage.total:
         values.append(f"{duration(seconds / stage.done * (stage.total - stage.done))} left")

@@ -98,6 +98,8 @@ async def score(
     if not calls:
         return rows
     run = _ScoringRun(rows, config, total=sum(map(len, calls)), progress=progress)
+    if progress is not None:
+        progress(0, run.total)
     try:
         async with asyncio.timeout(config.timeout_s):
             if workers is not None:
@@ -133,6 +135,14 @@ def reward_outputs(rows: Sequence[RewardRow], datasets: Sequence[EvalDataset]) -
         ),
     }
     return {**outputs, "mean": statistics.fmean(rewards)} if rewards else outputs
+
+
+def waits_for(config: RewardConfig) -> str:
+    """Return the name of the reward function and the deadline of its calls, for the terminal."""
+    return (
+        f"{_name(config.function)}; each call has {config.sample_timeout_s:g} s "
+        "(reward.sample_timeout_s)"
+    )
 
 
 def error_note(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 
 import pytest
 from rich.console import Console
@@ -48,6 +49,62 @@ def test_without_a_terminal_one_plain_line_is_written_per_iteration():
         "spell 1/3  reward 0.250  tokens 1,234  3.0 s (rollout 2.0 train 1.0)  6.0 s left",
         "spell 2/3  reward 0.500  tokens 1,234  3.0 s (rollout 2.0 train 1.0)  3.0 s left",
     ]
+
+
+WAITS = "the reward function mine.py:score; each call has 30 s (reward.sample_timeout_s)"
+
+
+def test_a_stage_that_hangs_shows_what_it_waits_for_in_its_row():
+    clock = Clock()
+    progress = Progress("spell", 3, stream=io.StringIO(), clock=clock)
+    progress.stage("reward", 0, done=0, total=8, waits_for=WAITS)
+    clock.tick(9)
+    assert "waiting" not in block(progress, 200)[-1]
+    clock.tick(3)
+    progress.stage("reward", 0, done=0, total=8, waits_for=WAITS)
+    assert f"8 of 8 samples open, waiting 12.0 s for {WAITS}" in block(progress, 200)[-1]
+    progress.stage("reward", 0, done=3, total=8, waits_for=WAITS)
+    assert "waiting" not in block(progress, 200)[-1]
+    clock.tick(75)
+    assert f"5 of 8 samples open, waiting 1:15 for {WAITS}" in block(progress, 200)[-1]
+
+
+def test_without_a_terminal_a_stage_that_hangs_is_named_ever_less_often():
+    stream = io.StringIO()
+    clock = Clock()
+    progress = Progress("spell", 3, stream=stream, clock=clock)
+    progress.stage("reward", 2, done=5, total=8, waits_for=WAITS)
+    progress.stage("train", 1)  # it does not say what it waits for
+    for _ in range(260):
+        clock.tick(1)
+        progress.say_waits()
+    expected = [
+        f"spell: iteration 2: reward: 5 of 8 samples open, waiting {waited} for {WAITS}"
+        for waited in ("30.0 s", "1:00", "2:00", "4:00")
+    ]
+    assert stream.getvalue().splitlines() == [line.replace("5 of", "3 of") for line in expected]
+    progress.stage("reward", 2, done=6, total=8, waits_for=WAITS)
+    clock.tick(29)
+    progress.say_waits()
+    assert len(stream.getvalue().splitlines()) == len(expected)
+    progress.end_stage(2)
+    clock.tick(600)
+    progress.say_waits()
+    progress.stage("eval", waits_for="samples of held")
+    clock.tick(31)
+    progress.say_waits()
+    assert stream.getvalue().splitlines()[-1] == "spell: eval: waiting 31.0 s for samples of held"
+
+
+def test_a_run_without_a_terminal_says_by_itself_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("rlpipe.observe.progress.CHECK_S", 0.01)
+    said = threading.Event()
+    clock = Clock()
+    with Progress("spell", 3, stream=io.StringIO(), clock=clock) as progress:
+        monkeypatch.setattr(progress, "say_waits", said.set)
+        assert said.wait(60)
 
 
 def test_the_time_left_is_an_upper_bound_if_the_run_may_end_early():

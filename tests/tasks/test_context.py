@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import RunFile, write_run
 from tasks.context import close_context, join_context, open_context
 from tests.tasks.test_begin import config
+from tools.train import context_warnings
 
 
 async def test_a_run_can_be_opened_again_after_its_actors_failed_to_start(
@@ -58,6 +60,38 @@ async def test_a_prompt_too_long_for_a_made_model_is_refused_before_actors_start
     )
     with pytest.raises(DataError, match=r"(?s)the prompt is too long.*600 tokens.*at most 511"):
         await open_context(run, tmp_path, Progress("mine", 3))
+
+
+async def test_a_response_limit_beyond_the_context_of_a_made_model_is_a_warning_once_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise ResourceError("no room", where="resources")
+
+    monkeypatch.setattr(tasks.context, "open_cluster", refuse)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
+    maker = "deployments/recipes/tiny_models.py:make_spell_backward_model"
+    run = config(
+        run="mine",
+        model={"source": {"type": "made", "maker": maker}},
+        data={"prompts": {"type": "file", "paths": [str(tmp_path / "a.jsonl")]}},
+        rollout={
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 512,
+        },
+        evaluation={},
+    )
+    warned = []
+    for _ in range(2):
+        terminal = io.StringIO()
+        with pytest.raises(ResourceError, match="no room"):
+            await open_context(run, tmp_path, Progress("mine", 3, stream=terminal))
+        warned.append("do not fit into the model's context of 512" in terminal.getvalue())
+    # At the second start the model is there, and `rlpipe train` warns.
+    assert warned == [True, False]
+    monkeypatch.setenv("RLPIPE_HOME", str(tmp_path))
+    assert context_warnings(run)
 
 
 async def test_a_run_can_be_opened_again_after_its_record_could_not_be_written(

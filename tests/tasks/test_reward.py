@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlpipe.config.data import RewardConfig
-from rlpipe.rewards.reward_rows import RewardRow, error_note
+from rlpipe.rewards.reward_rows import RewardRow, error_note, waits_for
 from rlpipe.types import Sample
 from tasks import reward
 
@@ -48,3 +48,9 @@ def test_the_terminal_shows_the_errors_of_the_first_iterations(monkeypatch: pyte
         "run: iteration 2: bad",
         "run: iteration 3: bad; later ones: rlpipe rollouts",
     ]
+
+
+def test_the_terminal_gets_the_function_and_the_key_of_its_deadline():
+    assert waits_for(config(sample_timeout_s=5.0)) == (
+        "the reward function mine.py:score; each call has 5 s (reward.sample_timeout_s)"
+    )
