@@ -35,7 +35,7 @@ from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
 from rlpipe.config.weight_file_hooks import check_weight_file_hooks
 from rlpipe.data.hub_commits import as_recorded
-from rlpipe.data.prompt_lengths import check_prompt_lengths
+from rlpipe.data.prompt_lengths import check_prompt_lengths, source_keys
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
 from rlpipe.engines.megatron.bridges.supported import check_supported
@@ -90,8 +90,8 @@ def _check_run(config: RunConfig, home: Path, planned: Collection[str]) -> None:
         sources = [config.data.prompts, *(dataset.prompts for dataset in datasets)]
         names = ["", *(f"evaluation.datasets of name {dataset.name}" for dataset in datasets)]
         rows = [
-            _checked_rows(source, name) if source else []
-            for source, name in zip(sources, names, strict=True)
+            _checked_rows(source, name, key) if source else []
+            for source, name, key in zip(sources, names, source_keys(config), strict=True)
         ]
         importing.wait()
     sampled = [config.rollout.model_copy(update=dataset.sampling()) for dataset in datasets]
@@ -338,19 +338,20 @@ def _check_functions(rollout: RolloutConfig) -> None:
     load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s)
 
 
-def _checked_rows(source: PromptSource, held_out: str) -> Sequence[PromptRow]:
+def _checked_rows(source: PromptSource, held_out: str, key: str) -> Sequence[PromptRow]:
     """Check the rows of a source and return them; of generated ones only the first.
 
     `held_out` names a held-out set in errors; "" for the prompts of training.
+    `key`: of the source.
     """
     if isinstance(source, FilePrompts):
         try:
-            return load_prompts(source)
+            return load_prompts(source, key=key)
         except DataError as error:
             if held_out:
                 error.add_note(f"in {held_out}; flags: --eval-prompt-data, --eval-input-key, ...")
             raise
-    return load_prompts(source.model_copy(update={"size": 1, "exclude": ()}))
+    return load_prompts(source.model_copy(update={"size": 1, "exclude": ()}), key=key)
 
 
 def _check_reward(reward: RewardConfig, rows: Sequence[PromptRow], config: RunConfig) -> None:

@@ -108,11 +108,20 @@ def test_a_complete_run_passes_and_no_file_is_made(folder: Path):
 
 
 @pytest.mark.parametrize("name", ["train", "held"])
+def test_the_error_of_a_missing_column_names_the_key_of_its_set(folder: Path, name: str):
+    (folder / f"{name}.jsonl").write_text('{"question": "1", "answer": "2"}\n')
+    with pytest.raises(DataError) as caught:
+        check(config(folder), folder)
+    key = {"train": "data.prompts", "held": "evaluation.datasets.0.prompts"}[name]
+    assert str(caught.value.do).startswith(f"set {key}.input_key to a column of this file")
+
+
+@pytest.mark.parametrize("name", ["train", "held"])
 def test_the_error_of_a_bad_prompt_row_names_file_and_line(folder: Path, name: str):
     (folder / f"{name}.jsonl").write_text(ROW + '{"prompt": 0.5, "answer": "2"}\n')
     with pytest.raises(DataError) as caught:
         check(config(folder), folder)
-    assert caught.value.where == f"{folder}/{name}.jsonl:2"
+    assert caught.value.where == f"{folder}/{name}.jsonl:2, column 'prompt'"
     assert ("in evaluation.datasets of name held" in str(caught.value)) == (name == "held")
 
 

@@ -68,17 +68,17 @@ def split_slice(path: str) -> tuple[str, slice]:
 class FileRows:
     """The rows of a file or of a slice of it, in order. The file is read once at construction."""
 
-    def __init__(self, path: str) -> None:
-        """Read and index the file.
+    def __init__(self, path: str, key: str = "data.prompts") -> None:
+        """Read and index the file. `key`: of the prompt source, for errors.
 
         Raises: DataError for a file that is missing, empty or unreadable, an empty slice, and a
         line that is not JSON.
         """
         self.path, row_slice = split_slice(path)
         if self.path.endswith(".jsonl"):
-            self._reader: _JsonLinesReader | _ParquetReader = _JsonLinesReader(self.path)
+            self._reader: _JsonLinesReader | _ParquetReader = _JsonLinesReader(self.path, key)
         elif self.path.endswith(".parquet"):
-            self._reader = _ParquetReader(self.path)
+            self._reader = _ParquetReader(self.path, key)
         else:
             raise DataError(
                 "unsupported file type",
@@ -134,9 +134,9 @@ def _conversion(path: str) -> str:
 class _JsonLinesReader:
     """The lines of a `.jsonl` file that are not blank."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, key: str) -> None:
         self._path = path
-        self._content = read_bytes(path)
+        self._content = read_bytes(path, key)
         if kind := _kind_by_magic(self._content):
             raise DataError(
                 "not a file of JSON lines",
@@ -213,9 +213,9 @@ def _parsed_line(line: bytes, where: str, *, is_first: bool) -> dict[str, Any]:
 class _ParquetReader:
     """The rows of a `.parquet` file, read by row group."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, key: str) -> None:
         self._path = path
-        self._content = read_bytes(path)
+        self._content = read_bytes(path, key)
         self._size_bytes = len(self._content)
         with _open_parquet(path, self._content) as file:
             counts = [
@@ -290,12 +290,14 @@ def _changed_error(where: str) -> DataError:
     )
 
 
-def read_bytes(path: str) -> bytes:
+def read_bytes(path: str, key: str = "data.prompts") -> bytes:
     """Return the content of a file, given by path, fsspec URL or address on the Hub.
+
+    `key`: of the prompt source, for errors.
 
     Raises: DataError; as `rlpipe.system.hub.fetched_file`.
     """
-    return _read_range(path, 0, None)
+    return _read_range(path, 0, None, key)
 
 
 def _local_path(path: str) -> str | None:
@@ -311,7 +313,7 @@ def _local_path(path: str) -> str | None:
     return rest if protocol in ("file", "local") else None
 
 
-def _read_range(path: str, start: int, length: int | None) -> bytes:
+def _read_range(path: str, start: int, length: int | None, key: str = "data.prompts") -> bytes:
     local = _local_path(path)
     try:
         with fsspec.open(path, "rb") if local is None else open_plain(local) as stream:
@@ -326,7 +328,7 @@ def _read_range(path: str, start: int, length: int | None) -> bytes:
             where=path,
             found=f"{type(error).__name__}: {error}",
             expected="a file, an fsspec URL, or hf://datasets/org/name/path of a file on the Hub",
-            do="correct the path (prompts.paths); a relative path counts from the recipe's folder, "
+            do=f"correct the path ({key}.paths); a relative path counts from the recipe's folder, "
             "else from the current folder",
         ) from error
 

@@ -4,7 +4,7 @@ The generator encodes every row with the tokenizer of `transformers`, whose impo
 Here the package `tokenizers` counts the tokens of the longest rows by characters. Only a row above
 its limit is encoded as in the generator, which gives the same error.
 
-Entry points: `check_prompt_lengths`, `file_rows`.
+Entry points: `check_prompt_lengths`, `file_rows`, `source_keys`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from rlpipe.config.data import DataConfig, FilePrompts
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
-from rlpipe.data.prompts import PromptRow, load_prompts
+from rlpipe.data.prompts import PROMPTS_KEY, PromptRow, held_out_key, load_prompts
 from rlpipe.data.tokens import encode_prompt, load_tokenizer, prompt_limit
 from rlpipe.model_dir import prompt_context_len
 from rlpipe.system.model_files import read_object
@@ -33,7 +33,16 @@ def file_rows(config: RunConfig) -> list[Sequence[PromptRow]]:
     A generated source has no rows here. Raises: as `load_prompts`.
     """
     sources = [config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)]
-    return [load_prompts(one) if isinstance(one, FilePrompts) else () for one in sources]
+    keys = source_keys(config)
+    return [
+        load_prompts(source, key=key) if isinstance(source, FilePrompts) else ()
+        for source, key in zip(sources, keys, strict=True)
+    ]
+
+
+def source_keys(config: RunConfig) -> list[str]:
+    """Return the keys of the run's prompts and of each held-out set, for errors."""
+    return [PROMPTS_KEY, *map(held_out_key, range(len(config.evaluation.datasets)))]
 
 
 def check_prompt_lengths(

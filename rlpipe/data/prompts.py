@@ -29,6 +29,8 @@ from rlpipe.types import Prompt
 
 Part = TypeVar("Part")
 Label = str | dict[str, Any] | list[Any]
+PROMPTS_KEY = "data.prompts"
+"""Key of the prompts of training, for errors."""
 PLAIN_PROMPT = "{prompt}"
 """The `prompt_format` that changes nothing."""
 RowRange = tuple[str, range]
@@ -51,8 +53,9 @@ class PromptRow:
 class StreamedPrompts(Sequence[PromptRow]):
     """Rows that are read from their files on access. Each row was checked once before."""
 
-    def __init__(self, source: FilePrompts, files: Sequence[FileRows]) -> None:
+    def __init__(self, source: FilePrompts, files: Sequence[FileRows], key: str) -> None:
         self._source = source
+        self._key = key
         self._files = files
 
     def __len__(self) -> int:
@@ -67,16 +70,17 @@ class StreamedPrompts(Sequence[PromptRow]):
         for rows in self._files:
             if index < len(rows):
                 where, content = rows.read(index)
-                return _prompt_row(content, self._source, where)
+                return _prompt_row(content, self._source, where, self._key)
             index -= len(rows)
         raise AssertionError("unreachable")
 
 
 def load_prompts(
-    source: PromptSource, *, streaming: bool = False, workers: int = 0
+    source: PromptSource, *, streaming: bool = False, workers: int = 0, key: str = PROMPTS_KEY
 ) -> Sequence[PromptRow]:
     """Return all rows of a source in its order, each checked.
 
+    `key`: dotted key of the source, for errors.
     Raises: DataError for a file that is missing, empty or unreadable, and for a bad row;
     ConfigError for an unknown task, argument or format.
     """
@@ -84,17 +88,17 @@ def load_prompts(
         # Imported here: reasoning_gym takes about a second to import.
         from rlpipe.data.reasoning_gym_questions import make_questions
 
-        return make_questions(source)
+        return make_questions(source, key)
     if streaming:
-        files = _map_paths(partial(_index_file, source=source), source.paths, workers)
-        _check_overlap([rows.row_range for rows in files], source.paths)
-        return StreamedPrompts(source, files)
-    parts = _map_paths(partial(_read_file, source=source), source.paths, workers)
-    _check_overlap([row_range for row_range, _ in parts], source.paths)
+        files = _map_paths(partial(_index_file, source=source, key=key), source.paths, workers)
+        _check_overlap([rows.row_range for rows in files], source.paths, key)
+        return StreamedPrompts(source, files, key)
+    parts = _map_paths(partial(_read_file, source=source, key=key), source.paths, workers)
+    _check_overlap([row_range for row_range, _ in parts], source.paths, key)
     return [row for _, rows in parts for row in rows]
 
 
-def _check_overlap(ranges: Sequence[RowRange], paths: Sequence[str]) -> None:
+def _check_overlap(ranges: Sequence[RowRange], paths: Sequence[str], key: str) -> None:
     """Raise DataError if two paths contain the same row of a file."""
     # Such a row would be drawn twice as often as the others.
     for later, (file, rows) in enumerate(ranges):
@@ -104,12 +108,17 @@ def _check_overlap(ranges: Sequence[RowRange], paths: Sequence[str]) -> None:
             if file == other_file and overlap:
                 raise DataError(
                     "the same rows are given twice",
-                    where=f"prompts.paths.{later}",
+                    where=f"{key}.paths.{later}",
                     found=f"{paths[later]}, and {paths[earlier]} before it",
                     expected="each row of a file once; "
                     "slices of one file (path@[a:b]) that do not overlap",
                     do="remove one of them; to draw rows more often, write them to another file",
                 )
+
+
+def held_out_key(number: int) -> str:
+    """Return the key of the prompts of a held-out set, for errors."""
+    return f"evaluation.datasets.{number}.prompts"
 
 
 def with_metadata(rows: Sequence[PromptRow], entries: Mapping[str, Any]) -> Sequence[PromptRow]:
@@ -125,15 +134,15 @@ def _map_paths(read: Callable[[str], Part], paths: Sequence[str], workers: int) 
         return list(pool.map(read, paths))
 
 
-def _read_file(path: str, source: FilePrompts) -> tuple[RowRange, list[PromptRow]]:
-    rows = FileRows(path)
-    return rows.row_range, [_prompt_row(content, source, where) for where, content in rows]
+def _read_file(path: str, source: FilePrompts, key: str) -> tuple[RowRange, list[PromptRow]]:
+    rows = FileRows(path, key)
+    return rows.row_range, [_prompt_row(content, source, where, key) for where, content in rows]
 
 
-def _index_file(path: str, source: FilePrompts) -> FileRows:
-    rows = FileRows(path)
+def _index_file(path: str, source: FilePrompts, key: str) -> FileRows:
+    rows = FileRows(path, key)
     for where, content in rows:
-        _prompt_row(content, source, where)
+        _prompt_row(content, source, where, key)
     rows.release()
     return rows
 
@@ -145,40 +154,51 @@ def file_digests(source: PromptSource) -> list[str]:
     return [hashlib.sha256(read_bytes(split_slice(path)[0])).hexdigest() for path in paths]
 
 
-def _prompt_row(content: dict[str, Any], source: FilePrompts, where: str) -> PromptRow:
-    """Convert a row of a file. Raises: DataError if the row is not valid."""
+def _prompt_row(
+    content: dict[str, Any], source: FilePrompts, where: str, key: str = PROMPTS_KEY
+) -> PromptRow:
+    """Convert a row of a file. `key`: of the source. Raises: DataError if the row is not valid."""
     label = None
     if source.label_key is not None:
-        label = _label(_value(content, source.label_key, "label_key", where), where)
-    if label is not None and source.label_pattern is not None:
-        label = _matched(label, source.label_pattern, where)
-    prompt = _prompt(_value(content, source.input_key, "input_key", where), where)
+        value = _value(content, source.label_key, f"{key}.label_key", where)
+        of_label = in_column(where, source.label_key)
+        label = _label(value, of_label)
+        if source.label_pattern is not None:
+            label = _matched(label, source.label_pattern, f"{key}.label_pattern", of_label)
+    of_prompt = in_column(where, source.input_key)
+    prompt = _prompt(_value(content, source.input_key, f"{key}.input_key", where), of_prompt)
     if source.prompt_format != PLAIN_PROMPT:
-        prompt = _formatted(prompt, source.prompt_format, where)
+        prompt = _formatted(prompt, source.prompt_format, key, of_prompt)
     metadata = _metadata(content, source.metadata_key, where)
     if (tools := _tools(content, source.tool_key, where)) is not None:
         if "tools" in metadata:
             raise DataError(
-                "the row has tools under two keys",
+                "the row has tools in two columns",
                 where=where,
-                found=f"prompts.tool_key {source.tool_key!r} and metadata.tools",
+                found=f"column {source.tool_key!r} ({key}.tool_key), and the entry 'tools' of "
+                f"column {source.metadata_key!r} ({key}.metadata_key)",
                 do="keep one of them",
             )
         metadata = {**metadata, "tools": tools}
     return PromptRow(prompt, label, metadata, where)
 
 
-def _value(content: dict[str, Any], key: str, setting: str, where: str) -> Any:
-    if content.get(key) is None:
+def in_column(where: str, column: str) -> str:
+    """Return the name of a row's value in a column, for errors."""
+    return f"{where}, column {column!r}"
+
+
+def _value(content: dict[str, Any], column: str, setting: str, where: str) -> Any:
+    if content.get(column) is None:
         columns = f"columns {', '.join(map(repr, sorted(content))) or 'none'}"
         raise DataError(
-            f"the row has no {key!r}",
+            f"the row has no {column!r}",
             where=where,
-            found=f"null in column {key!r}" if key in content else columns,
-            expected=f"a value in column {key!r} (prompts.{setting})",
-            do=f"set prompts.{setting} to a column of this file, or add the column to every row",
+            found=f"null in column {column!r}" if column in content else columns,
+            expected=f"a value in column {column!r} ({setting})",
+            do=f"set {setting} to a column of this file, or add the column to every row",
         )
-    return content[key]
+    return content[column]
 
 
 def _prompt(value: Any, where: str) -> Prompt:
@@ -214,27 +234,28 @@ def _label(value: Any, where: str) -> Label:
     )
 
 
-def _matched(label: Label, pattern: str, where: str) -> str:
+def _matched(label: Label, pattern: str, setting: str, where: str) -> str:
     """Return the first group of the pattern. Raises: DataError without a match."""
     match = re.search(pattern, label) if isinstance(label, str) else None
     if match is None or match[1] is None:
         raise DataError(
-            "prompts.label_pattern does not match the label",
+            f"{setting} does not match the label",
             where=where,
             found=excerpt(label),
             expected=pattern,
+            do="correct the pattern or the row",
         )
     return match[1]
 
 
-def _formatted(prompt: Prompt, text: str, where: str) -> str:
+def _formatted(prompt: Prompt, text: str, key: str, where: str) -> str:
     """Return the prompt in the format. Raises: DataError for a list of messages."""
     if not isinstance(prompt, str):
         raise DataError(
-            "prompts.prompt_format is for strings",
+            f"{key}.prompt_format is for strings",
             where=where,
             found="a list of messages",
-            do="remove prompt_format, or choose a column of strings (prompts.input_key)",
+            do=f"remove {key}.prompt_format, or set {key}.input_key to a column of strings",
         )
     return text.format(prompt=prompt)
 
@@ -242,8 +263,9 @@ def _formatted(prompt: Prompt, text: str, where: str) -> str:
 def _metadata(content: dict[str, Any], key: str | None, where: str) -> dict[str, Any]:
     """Return the object under a key, or the object of its JSON text; {} if absent."""
     value = None if key is None else content.get(key)
-    if value is None:
+    if key is None or value is None:
         return {}
+    where = in_column(where, key)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -259,7 +281,10 @@ def _metadata(content: dict[str, Any], key: str | None, where: str) -> dict[str,
 
 def _tools(content: dict[str, Any], key: str | None, where: str) -> list[Any] | None:
     """Return the list of tools under a key, or the list of its JSON text; None if absent."""
-    value = None if key is None else content.get(key)
+    if key is None:
+        return None
+    value = content.get(key)
+    where = in_column(where, key)
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)

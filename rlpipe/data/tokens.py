@@ -201,7 +201,7 @@ def encode_supervised(
             "the answer of a supervised row is no text",
             where=row.where,
             found=type(row.label).__name__,
-            expected="a string in the column of prompts.label_key",
+            expected="a string in the column that data.prompts.label_key names",
         )
     if data.apply_chat_template:
         encoded = _encode_chat(tokenizer, row, data, rollout)
@@ -319,7 +319,7 @@ def _encode_plain(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: Data
             "a supervised row needs an answer",
             where=row.where,
             found="no label",
-            do="set prompts.label_key",
+            do="set data.prompts.label_key to the column of the answers",
         )
     eos_token_id = tokenizer.eos_token_id
     if not isinstance(eos_token_id, int):

@@ -84,13 +84,18 @@ def scoring_record(task: str, arguments: dict[str, Any], entry: dict[str, Any]) 
     return {METADATA_KEY: {"task": task, "arguments": arguments, "entry": pack(entry)}}
 
 
-def make_task(task: str, arguments: dict[str, Any], *, seed: int, size: int) -> ProceduralDataset:
-    """Create a task of reasoning_gym. Raises: ConfigError for an unknown task or bad arguments."""
+def make_task(
+    task: str, arguments: dict[str, Any], *, seed: int, size: int, key: str = "data.prompts"
+) -> ProceduralDataset:
+    """Create a task of reasoning_gym. `key`: of the prompt source.
+
+    Raises: ConfigError for an unknown task or bad arguments.
+    """
     if task not in DATASETS:
         nearest = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
         raise ConfigError(
             "reasoning_gym has no such task",
-            where="prompts.task",
+            where=f"{key}.task",
             found=task,
             expected=", ".join(nearest),
         )
@@ -99,7 +104,7 @@ def make_task(task: str, arguments: dict[str, Any], *, seed: int, size: int) -> 
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"reasoning_gym does not accept these arguments for {task!r}",
-            where="prompts.arguments",
+            where=f"{key}.arguments",
             found=f"{arguments}: {error}",
             expected=f"fields of {DATASETS[task][1].__name__}",
         ) from error

@@ -33,6 +33,8 @@ RENAMED = {
     "disable_piecewise_cuda_graph": ("cuda_graph_backend_prefill", "disabled"),
 }
 """Former name of an SGLang argument → its present name and value."""
+CHECKS = ("dry_run", "check", "check_only", "validate", "validate_only", "no_run", "noop")
+"""Names under which other programs check without running."""
 
 
 @dataclass(slots=True)
@@ -217,6 +219,13 @@ def _unknown(name: str, also: Iterable[str] = ()) -> ConfigError:
 
     Flags of slime and Megatron come before those of SGLang, which have its prefix.
     """
+    if name in CHECKS:
+        return ConfigError(
+            "unknown flag",
+            where=f"--{name.replace('_', '-')}",
+            do="to check without running: `rlpipe doctor RECIPE` makes all checks of a start, and "
+            "`rlpipe config RECIPE` prints every key with its value",
+        )
     bare = [
         *FLAGS,
         *(option.lstrip("-").replace("-", "_") for option in also),

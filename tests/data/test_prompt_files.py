@@ -108,7 +108,7 @@ def test_a_bad_row_is_named_when_prompts_are_loaded(
     path.write_text('{"prompt": "x"}\n{"prompt": 0.5}\n')
     with pytest.raises(DataError, match="not a prompt") as caught:
         load_prompts(prompts(files["jsonl"], str(path)), streaming=streaming)
-    assert caught.value.where == f"{path}:2"
+    assert caught.value.where == f"{path}:2, column 'prompt'"
 
 
 @pytest.mark.integration

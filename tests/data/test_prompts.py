@@ -79,9 +79,31 @@ def test_the_number_of_a_task_is_a_prompt(tmp_path):
 )
 def test_a_bad_row_is_named_with_its_line(tmp_path, row, message):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "fine", "label": "1"}, row)
+    key = "evaluation.datasets.1.prompts"
     with pytest.raises(DataError, match=message) as caught:
-        load_prompts(source(path, label_key="label"))
-    assert caught.value.where == f"{path}:2"
+        load_prompts(source(path, label_key="label"), key=key)
+    # The column that has the wrong value; a missing column is in the message.
+    column = message.removeprefix("not a ").partition(" ")[0].partition("[")[0]
+    has_value = column in ("prompt", "label", "metadata")
+    assert caught.value.where == f"{path}:2" + (f", column '{column}'" if has_value else "")
+    if "no '" in message:
+        named = "input_key" if "no 'prompt'" in message else "label_key"
+        assert f"set {key}.{named} to a column of this file" in str(caught.value.do)
+
+
+def test_settings_of_rows_are_named_by_their_whole_key(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"question": [{"role": "user"}], "answer": "4"})
+    keys = {"input_key": "question", "label_key": "answer"}
+    for setting, column in (("label_pattern", "answer"), ("prompt_format", "question")):
+        given = {"label_pattern": "#(.)"} if column == "answer" else {"prompt_format": "Q {prompt}"}
+        with pytest.raises(DataError, match=rf"data\.prompts\.{setting}") as caught:
+            load_prompts(source(path, **keys, **given))
+        assert caught.value.where == f"{path}:1, column '{column}'"
+    with pytest.raises(DataError, match=r"given twice") as caught:
+        load_prompts(source(path, path, **keys))
+    assert caught.value.where == "data.prompts.paths.1"
+    with pytest.raises(DataError, match=r"\(evaluation\.datasets\.0\.prompts\.paths\)"):
+        load_prompts(source(tmp_path / "none.jsonl"), key="evaluation.datasets.0.prompts")
 
 
 def test_metadata_that_json_cannot_store_is_named(tmp_path):
@@ -89,7 +111,7 @@ def test_metadata_that_json_cannot_store_is_named(tmp_path):
     pq.write_table(pa.table({"prompt": ["x"], "metadata": [{"raw": b"\x00"}]}), path)
     with pytest.raises(DataError, match="metadata cannot be written as JSON") as caught:
         load_prompts(source(path))
-    assert caught.value.where == f"{path}:row 0"
+    assert caught.value.where == f"{path}:row 0, column 'metadata'"
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -158,7 +180,7 @@ def test_a_label_is_the_group_of_its_pattern(tmp_path: Path):
     wrong = source.model_copy(update={"label_pattern": "= (.*)"})
     with pytest.raises(DataError, match="label_pattern does not match") as error:
         load_prompts(wrong)
-    assert error.value.where == f"{path}:1"
+    assert error.value.where == f"{path}:1, column 'answer'"
 
 
 def test_a_prompt_format_is_for_strings(tmp_path: Path):

@@ -75,15 +75,15 @@ def test_every_tasks_answer_has_the_same_score_after_json(task):
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
-        ({"task": "spell_backwards"}, "prompts.task"),
-        ({"arguments": {"min_word_length": 3}}, "prompts.arguments"),
-        ({"arguments": {"min_word_len": 9, "max_word_len": 3}}, "prompts.arguments"),
-        ({"arguments": {"seed": 3}}, "prompts.arguments"),
-        ({"prompt_format": "{qestion}"}, "prompts.prompt_format"),
-        ({"prompt_format": "{"}, "prompts.prompt_format"),
-        ({"answer_format": "{}"}, "prompts.answer_format"),
-        ({"question_pattern": "("}, "prompts.question_pattern"),
-        ({"question_pattern": "word"}, "prompts.question_pattern"),
+        ({"task": "spell_backwards"}, "data.prompts.task"),
+        ({"arguments": {"min_word_length": 3}}, "data.prompts.arguments"),
+        ({"arguments": {"min_word_len": 9, "max_word_len": 3}}, "data.prompts.arguments"),
+        ({"arguments": {"seed": 3}}, "data.prompts.arguments"),
+        ({"prompt_format": "{qestion}"}, "data.prompts.prompt_format"),
+        ({"prompt_format": "{"}, "data.prompts.prompt_format"),
+        ({"answer_format": "{}"}, "data.prompts.answer_format"),
+        ({"question_pattern": "("}, "data.prompts.question_pattern"),
+        ({"question_pattern": "word"}, "data.prompts.question_pattern"),
     ],
 )
 def test_a_wrong_setting_is_named(keys, where):
@@ -99,6 +99,7 @@ def test_an_unknown_task_names_the_nearest():
 
 def test_a_pattern_that_does_not_match_names_the_question():
     with pytest.raises(
-        DataError, match=r"spell_backward\(seed=0\)\[0\]: prompts.question_pattern does not match"
+        DataError,
+        match=r"spell_backward\(seed=0\)\[0\]: data.prompts.question_pattern does not match",
     ):
         make_questions(source(question_pattern="=(.*)"))

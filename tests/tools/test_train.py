@@ -20,6 +20,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.objects.files import Files
 from tests.model_files import write_model
 from tools import train
+from tools.command.verbs import VERBS
 from tools.local_servers import LocalServers
 
 RECIPE = """\
@@ -186,6 +187,14 @@ def test_the_error_of_a_misspelt_key_names_line_and_nearest_key(refused: Callabl
     assert refused().startswith(
         f"ConfigError: num_rolouts ({recipe}:2): unknown key\n  expected: num_rollout; or rollout\n"
     )
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--validate", "--check_only"])
+def test_a_flag_to_check_only_names_the_commands_that_check(refused: Callable, flag: str):
+    error = refused([flag])
+    assert error.startswith(f"ConfigError: {flag.replace('_', '-')}: unknown flag\n")
+    for verb in ("doctor", "config"):
+        assert f"`rlpipe {verb} RECIPE`" in error and VERBS[verb]
 
 
 def test_a_missing_prompt_file_is_named(refused: Callable, place: Path):
