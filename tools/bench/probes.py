@@ -28,6 +28,9 @@ REQUESTS = ("create", "create_from", "read", "sha256", "download", "stat", "dele
 POOL = "concurrent.futures.thread:ThreadPoolExecutor.submit"
 LISTINGS = ("entries", "survey")
 
+CALL = "call of "
+"""Prefix of the counts of calls of Ray to engines and ranks, by method."""
+
 _part: ContextVar[str | None] = ContextVar("part", default=None)
 _totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 _lock = threading.Lock()

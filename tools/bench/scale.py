@@ -30,12 +30,14 @@ from matplotlib.figure import Figure
 from rlpipe.errors import DataError, ResourceError
 from rlpipe.observe.pictures import COLOURS, INK, SOFT
 from tools.bench.measures import Row, figure
+from tools.bench.probes import CALL
 from tools.command.bench_options import add_scale
 
 GPUS = (8, 64, 1024)
 """GPUs of the extrapolation: half of them are engines, half are ranks."""
 CHECK_S = 2.0
 """Seconds between two checks of an engine in a real run (`fleet.CHECK_INTERVAL_S`)."""
+STATUS_CALL = f"{CALL}engine.status"
 SHOWN = 8
 """Parts in the picture."""
 RUN_TIMEOUT_S = 1800.0
@@ -199,6 +201,20 @@ def check_cost(run: Figures) -> float | None:
     return spent / seconds * run["check_interval_s"] / CHECK_S
 
 
+def _calls(run: Figures) -> dict[str, float]:
+    """Return method → calls of Ray in an iteration, of each engine or rank; and their sum."""
+    before, after = (run["snapshots"][number]["parts"] for number in (0, 1))
+    found: dict[str, float] = {
+        name: (counts["calls"] - before.get(name, {}).get("calls", 0.0))
+        / (run["iterations"] * run["engines"])
+        for name, counts in after.items()
+        if name.startswith(CALL)
+    }
+    # Checks of health depend on the time, and not on the work.
+    work = (calls for name, calls in found.items() if name != STATUS_CALL)
+    return found | {"calls of an engine and a rank": sum(work)}
+
+
 def fits(runs: Sequence[Figures]) -> list[Fit]:
     """Return the fits of all parts and measures. `runs`: by number of engines, ascending."""
     found = []
@@ -219,6 +235,8 @@ def fits(runs: Sequence[Figures]) -> list[Fit]:
         of_runs = [costs(part, run) for run in runs]
         for measure in ("cpu_s", "wall_s", "requests", "read_mib"):
             add(part.name, part.process, measure, [each.get(measure) for each in of_runs])
+    for name in sorted({each for run in runs for each in _calls(run)}):
+        add(name, "conductor", "calls", [_calls(run).get(name, 0.0) for run in runs])
     add("health checks, each second", "conductor, Ray", "cpu_s", [check_cost(r) for r in runs])
     of_ranks = Part("", "", ("ranks: rest", "rank: open batch"))
     reads = [costs(of_ranks, run)["requests"] / run["working_ranks"] for run in runs]

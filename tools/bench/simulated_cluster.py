@@ -136,21 +136,26 @@ class RankHost(Host):
 class Member:
     """Handle of one object in a host, called like a handle of a Ray actor."""
 
-    def __init__(self, host: Any, number: int) -> None:
+    def __init__(self, host: Any, kind: str, number: int) -> None:
         self._host = host
+        self._kind = kind
         self._number = number
 
     def __getattr__(self, method: str) -> Method:
         if method.startswith("__"):
             raise AttributeError(method)
-        return Method(self._host, self._number, method)
+        return Method(self._host, self._kind, self._number, method)
 
 
 class Method:
-    """A method of `Member`. A host has threads for all calls, so options do not matter."""
+    """A method of `Member`, whose calls are counted as `<kind>.<method>`.
 
-    def __init__(self, host: Any, number: int, name: str) -> None:
+    A host has threads for all calls, so options do not matter.
+    """
+
+    def __init__(self, host: Any, kind: str, number: int, name: str) -> None:
         self._host = host
+        self._kind = kind
         self._number = number
         self._name = name
 
@@ -158,6 +163,7 @@ class Method:
         return self
 
     def remote(self, *arguments: Any, **keywords: Any) -> Any:
+        probes.add(f"{probes.CALL}{self._kind}.{self._name}", calls=1)
         return self._host.call.remote(self._number, self._name, arguments, keywords)
 
 
@@ -209,7 +215,7 @@ class SimulatedActors(named.NamedActors):
         host = named.find_or_start(
             lambda: kind, name, self._namespace, (*arguments, self._cwd), lambda: options
         )
-        return Member(host, number)
+        return Member(host, name.partition("s-")[0], number)
 
 
 def start_conductor(config: RunConfig) -> None:
