@@ -86,13 +86,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class ChosenRows:
-    """The rows of a rollout that an iteration trains on, sorted by group id and index."""
+    """The rows of a rollout that an iteration trains on, sorted by group id and index.
+
+    Pickles without the data of the shards.
+    """
 
     rows: RolloutRows
-    chosen: np.ndarray
-    """[N] int64: their numbers in `rows`."""
-    scalars: RowScalars
-    """Of the chosen rows."""
+    """[N]: only these rows."""
     sizes: BatchSizes
     rewards: np.ndarray
     """As in `Batch`."""
@@ -106,13 +106,18 @@ class ChosenRows:
     own_teacher: bool
     """True: columns include the teacher's log-probs that the samples bring."""
 
+    @property
+    def scalars(self) -> RowScalars:
+        """Scalars of the rows."""
+        return self.rows.scalars
+
     def columns(self, samples: np.ndarray) -> BatchColumns:
         """Return what scoring passes read of these samples: tokens, loss mask and experts.
 
         `samples`: ascending numbers of samples in the batch.
         """
         names = [*SCORED_COLUMNS, *([EXPERTS] if self.routed else [])]
-        table = self.rows.read(self.chosen[samples], names)
+        table = self.rows.read(samples, names)
         return replace(self._scored_columns(table, samples), part=BatchPart(self.sizes, samples))
 
     def batch(self, *, with_samples: bool = False) -> Batch:
@@ -125,9 +130,10 @@ class ChosenRows:
             names.append(EXPERTS)
         if self.own_teacher:
             names.append("teacher_log_probs")
-        table = self.rows.read(self.chosen, names)
+        every = np.arange(len(self.sizes))
+        table = self.rows.read(every, names)
         log_probs = self._log_probs(table["rollout_log_probs"])
-        columns = self._scored_columns(table, np.arange(len(self.chosen))).with_columns(
+        columns = self._scored_columns(table, every).with_columns(
             rollout_log_probs=log_probs,
             teacher_log_probs=self._teacher_log_probs(table) if self.own_teacher else None,
         )
@@ -192,7 +198,7 @@ class ChosenRows:
             raise DataError(
                 "no sample names the experts that sampled it",
                 where="advantage",
-                found=f"{len(self.chosen)} samples",
+                found=f"{len(self.sizes)} samples",
                 do=UNROUTED_HELP,
             )
         values = (scalars.prompt_lengths + scalars.response_lengths) * width
@@ -200,7 +206,7 @@ class ChosenRows:
 
     def _samples(self, columns: BatchColumns) -> tuple[Sample, ...]:
         names = [name for name in SAMPLES.names if name != EXPERTS]
-        samples = table_to_samples(self.rows.read(self.chosen, names))
+        samples = table_to_samples(self.rows.read(np.arange(len(self.sizes)), names))
         masks = columns.split(columns.loss_mask.astype(np.int64))
         rewards = self.rewards.tolist()
         removed = self.scalars.removed.tolist()
@@ -259,13 +265,14 @@ def fix_batch(
     kept = np.flatnonzero([group not in dropped for group, _ in keys])
     if len(kept) == 0:
         raise _nothing_left(dropped, next((row.error for row in rewards if row.error), None))
-    chosen = scalars.select(kept)
+    chosen = rows.select(ordered[kept])
     return ChosenRows(
-        rows=rows,
-        chosen=ordered[kept],
-        scalars=chosen,
+        rows=chosen,
         sizes=BatchSizes(
-            chosen.prompt_lengths, chosen.response_lengths, rollout=_rollout_numbers(chosen)
+            chosen.scalars.prompt_lengths,
+            chosen.scalars.response_lengths,
+            rollout=_rollout_numbers(chosen.scalars),
+            stored_order=chosen.stored_order(),
         ),
         rewards=np.array([values[sample] for sample in kept.tolist()], np.float64),
         dropped=dropped,

@@ -35,6 +35,8 @@ class BatchSizes:
     """As `BatchColumns.rollout`."""
     loss_tokens: np.ndarray | None = None
     """[N] int64: response tokens that count. None: not read, because no loss is computed."""
+    stored_order: np.ndarray | None = None
+    """[N] int64: samples in the order in which shards of the rollout hold them. None: 0..N-1."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)

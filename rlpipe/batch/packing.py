@@ -26,6 +26,11 @@ Step = tuple[tuple[MicroBatch, ...], ...]
 """`step[data parallel rank][micro-batch]`."""
 Bin = tuple[float, list[int]]
 """Cost, and indices of samples."""
+ATTENTION_LENGTH = 12_288.0
+"""Default of `attention_length`: a model with a hidden size of 1,024."""
+BLOCK_SAMPLES = 50
+"""Costs of the costliest sample that a block of a scoring plan has at least. Blocks then differ by
+up to 2 % of their cost."""
 
 
 class PackingPlan(Record):
@@ -75,7 +80,7 @@ def plan(
     micro_batch_size: int | None = None,
     balance_by_flops: bool = True,
     order: Sequence[int] | np.ndarray | None = None,
-    attention_length: float = 12_288,
+    attention_length: float = ATTENTION_LENGTH,
 ) -> PackingPlan:
     """Split a batch into optimizer steps, and each step into micro-batches of about equal cost.
 
@@ -116,6 +121,42 @@ def plan(
     return PackingPlan(
         num_samples=len(lengths), data_parallel=data_parallel, max_tokens=max_tokens, steps=packed
     )
+
+
+def scoring_plan(
+    lengths: np.ndarray, *, max_tokens: int, data_parallel: int, order: np.ndarray | None = None
+) -> Step:
+    """Split a batch for a scoring pass, in which a rank gets neighbours in the `order` of storage.
+
+    Arguments as `plan`. Samples go in order to blocks of as few ranks as `BLOCK_SAMPLES` allows,
+    in proportion to the ranks, and each block is packed by `plan`. All ranks have the same number
+    of micro-batches. So a rank reads few files, and its cost is about that of every other rank.
+    With few samples a rank there is one block of all ranks, packed as a training step.
+
+    Raises: as `plan`.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    order = np.arange(len(lengths)) if order is None else order
+    cost = lengths * (1 + lengths / ATTENTION_LENGTH)
+    at_least = BLOCK_SAMPLES * float(cost.max(initial=1))
+    ranks = np.array_split(
+        np.arange(data_parallel), max(1, min(data_parallel, int(cost.sum() / at_least)))
+    )
+    ends = np.cumsum([len(block) for block in ranks])[:-1] * cost.sum() / data_parallel
+    # A sample belongs to the block in which its middle is.
+    middles = np.cumsum(cost[order]) - cost[order] / 2
+    step: list[tuple[MicroBatch, ...]] = []
+    for block, samples in zip(ranks, np.split(order, np.searchsorted(middles, ends)), strict=True):
+        samples = np.sort(samples)
+        packed = plan(
+            lengths[samples],
+            global_batch_size=None,
+            max_tokens=max_tokens,
+            data_parallel=len(block),
+        ).steps[0]
+        step += [tuple(tuple(samples[list(micro)].tolist()) for micro in rank) for rank in packed]
+    most = max(map(len, step))
+    return tuple((*rank, *[()] * (most - len(rank))) for rank in step)
 
 
 def step_samples(step: Step) -> np.ndarray:

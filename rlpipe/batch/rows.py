@@ -2,16 +2,16 @@
 
 Scalars and lengths of all rows are read first. Values of single tokens are decoded only in shards
 that have chosen rows, and only those of chosen rows are kept. Compressed shards stay in memory
-between the two.
+between the two. Another process that gets the rows reads the shards that have its own rows.
 
 N rows in the order of the shards, R response tokens of the chosen rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from rlpipe.store.parquet.rows import EXPERTS
 from rlpipe.store.parquet.schema import SAMPLES, StoredTable
 from rlpipe.store.parquet.shards import open_tables
 from rlpipe.store.routed_experts import NOT_ROUTED
-from rlpipe.types import Node
+from rlpipe.types import FileRecord, Node
 
 DECODERS = 2
 """Threads that decode shards. With 8 threads, 64 shards of 65k tokens took three times the CPU time
@@ -104,12 +104,31 @@ class RowScalars:
         return oldest
 
 
+class Shards:
+    """Shards of a rollout. Each is read when it is first needed. Pickles without those."""
+
+    def __init__(self, files: Files, records: Sequence[FileRecord]) -> None:
+        self._files = files
+        self._records = tuple(records)
+        self._tables: dict[int, StoredTable] = {}
+
+    def __reduce__(self) -> tuple[type[Shards], tuple[Files, tuple[FileRecord, ...]]]:
+        return Shards, (self._files, self._records)
+
+    def tables(self, numbers: Sequence[int]) -> list[StoredTable]:
+        """Return these shards, with the recorded sha256. Raises: ObjectMissing, ObjectCorrupt."""
+        if missing := [number for number in numbers if number not in self._tables]:
+            opened = open_tables(self._files, [self._records[number] for number in missing])
+            self._tables.update(zip(missing, opened, strict=True))
+        return [self._tables[number] for number in numbers]
+
+
 @dataclass(frozen=True, eq=False)
 class RolloutRows:
-    """All rows of a rollout. If several shards have a group, the first shard counts."""
+    """Rows of a rollout. If several shards have a group, the first shard counts."""
 
     scalars: RowScalars
-    shards: tuple[StoredTable, ...]
+    shards: Shards
     shard: np.ndarray
     """[N]: number of the shard."""
     row: np.ndarray
@@ -117,31 +136,19 @@ class RolloutRows:
 
     @classmethod
     def of_node(cls, files: Files, rollout: Node, *, routed: bool = False) -> RolloutRows:
-        """Return the rows of a rollout node; arguments as `of_shards`.
+        """Return all rows of a rollout node. Reads all shards.
 
-        Raises: ObjectMissing, ObjectCorrupt.
+        `routed`: count the tokens with known experts. Raises: ObjectMissing, ObjectCorrupt.
         """
         removed = {(group_id, index) for group_id, index in rollout.outputs.get("removed", ())}
-        shards = open_tables(files, rollout.files)
-        return cls.of_shards(shards, removed, routed=routed)
-
-    @classmethod
-    def of_shards(
-        cls,
-        shards: Sequence[StoredTable],
-        removed: Collection[tuple[str, int]] = (),
-        *,
-        routed: bool = False,
-    ) -> RolloutRows:
-        """Return the rows of these shards.
-
-        `removed`: further (group id, index) without tokens in the loss. `routed`: count the tokens
-        with known experts. Raises: ObjectCorrupt.
-        """
-        for shard in shards:
-            shard.require(SAMPLES)
+        if not rollout.files:
+            raise ValueError("a node without data files has no rows")
+        shards = Shards(files, rollout.files)
+        tables = shards.tables(range(len(rollout.files)))
+        for table in tables:
+            table.require(SAMPLES)
         with ThreadPoolExecutor(DECODERS) as pool:
-            scalars = list(pool.map(lambda shard: _scalars(shard, routed), shards))
+            scalars = list(pool.map(lambda table: _scalars(table, routed), tables))
         fresh = list(_first_of_each_group(scalars))
         parts = [part.select(rows) for part, rows in zip(scalars, fresh, strict=True)]
         joined = RowScalars(
@@ -154,10 +161,20 @@ class RolloutRows:
             joined.removed[[key in removed for key in joined.keys]] = True
         return cls(
             scalars=joined,
-            shards=tuple(shards),
-            shard=np.repeat(np.arange(len(shards)), [len(rows) for rows in fresh]),
+            shards=shards,
+            shard=np.repeat(np.arange(len(tables)), [len(rows) for rows in fresh]),
             row=np.concatenate(fresh),
         )
+
+    def select(self, rows: np.ndarray) -> RolloutRows:
+        """Return these rows, in this order."""
+        return replace(
+            self, scalars=self.scalars.select(rows), shard=self.shard[rows], row=self.row[rows]
+        )
+
+    def stored_order(self) -> np.ndarray:
+        """Return the numbers of all rows in the order in which the shards hold them. [N] int64."""
+        return np.lexsort((self.row, self.shard))
 
     def numbers_of(self, keys: Sequence[tuple[str, int]]) -> np.ndarray:
         """Return the numbers of the rows with these (group id, index)."""
@@ -170,12 +187,14 @@ class RolloutRows:
         sorted_rows = rows[order]
         changes = np.flatnonzero(np.diff(self.shard[sorted_rows])) + 1
 
-        def of_shard(part: np.ndarray) -> pa.Table:
-            number = self.shard[part[0]] if len(part) else 0
-            return self.shards[number].read_part(names, self.row[part])
-
+        parts = np.split(sorted_rows, changes)
+        shards = self.shards.tables(
+            [int(self.shard[part[0]]) if len(part) else 0 for part in parts]
+        )
         with ThreadPoolExecutor(DECODERS) as pool:
-            tables = list(pool.map(of_shard, np.split(sorted_rows, changes)))
+            tables = list(
+                pool.map(lambda shard, part: shard.read_part(names, self.row[part]), shards, parts)
+            )
         table = pa.concat_tables(tables).combine_chunks()
         if (order == np.arange(len(order))).all():
             return table

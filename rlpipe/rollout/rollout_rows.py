@@ -11,8 +11,10 @@ Entry points: `StoredRows`, and `MemoryRows` for evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from rlpipe.errors import ObjectMissing
 from rlpipe.rollout.generate import FINISHED
@@ -22,6 +24,9 @@ from rlpipe.store.parquet.shards import ShardWriter, adopt, read_rows
 from rlpipe.store.plans import Plans
 from rlpipe.types import FileRecord, Plan, Sample
 
+SHARD_BYTES = 16 * 2**20
+"""Bytes of a shard before encoding, at most, if it has more than one group. A trainer rank that
+scores reads the shards of its samples as a whole."""
 Groups = dict[str, list[Sample]]
 """Samples by group id."""
 
@@ -119,12 +124,13 @@ class StoredRows:
         prefix = Plans.cut_prefix(part.digest) if cut else Plans.groups_prefix(part.digest)
         if prefix not in self._writers:
             self._writers[prefix] = ShardWriter(self._files, prefix, part.plan.iteration)
-        record = self._writers[prefix].write(groups)
-        if cut:
-            # Rows of this attempt continue the adopted ones, so they are searched first.
-            self._cut.insert(0, record)
-        else:
-            self._finished.append(record)
+        for shard in _shards_of(groups):
+            record = self._writers[prefix].write(shard)
+            if cut:
+                # Rows of this attempt continue the adopted ones, so they are searched first.
+                self._cut.insert(0, record)
+            else:
+                self._finished.append(record)
 
     def _read(self, records: Iterable[FileRecord]) -> Groups:
         records = list(records)
@@ -173,6 +179,28 @@ def by_group(samples: Iterable[Sample]) -> Groups:
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     return groups
+
+
+def _shards_of(groups: Sequence[Sequence[Sample]]) -> Iterator[list[Sequence[Sample]]]:
+    """Yield the groups of each shard: at most SHARD_BYTES, or one group."""
+    shard: list[Sequence[Sample]] = []
+    shard_bytes = 0
+    for group in groups:
+        group_bytes = sum(map(_token_bytes, group))
+        if shard and shard_bytes + group_bytes > SHARD_BYTES:
+            yield shard
+            shard = []
+            shard_bytes = 0
+        shard.append(group)
+        shard_bytes += group_bytes
+    yield shard
+
+
+def _token_bytes(sample: Sample) -> int:
+    """Return the bytes of a sample's token ids, log-probs and experts."""
+    experts = sample.rollout_routed_experts
+    routed_bytes = 0 if experts is None else np.asarray(experts).nbytes
+    return 4 * len(sample.prompt_ids) + 8 * len(sample.response_ids) + routed_bytes
 
 
 def num_response_tokens(samples: Iterable[Sample]) -> int:

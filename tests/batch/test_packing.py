@@ -2,13 +2,22 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.packing import PackingPlan, _deal, _differenced, attention_length, plan
+from rlpipe.batch.packing import (
+    PackingPlan,
+    _deal,
+    _differenced,
+    attention_length,
+    plan,
+    scoring_plan,
+)
 from rlpipe.errors import ConfigError, DataError
 
+BLOCK = 50
+"""Times the costliest sample that a block of a scoring plan costs (`packing.BLOCK_SAMPLES`)."""
 lengths_of_samples = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 
 
@@ -357,3 +366,47 @@ def test_each_bin_goes_to_the_rank_with_the_least_cost_that_has_room(
         ranks[target].append(tuple(members))
         load[target] += float(cost[members].sum())
     assert _deal(bins, cost, data_parallel, per_rank) == tuple(map(tuple, ranks))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=1500),
+    st.integers(64, 512),
+    st.integers(1, 9),
+    st.randoms(use_true_random=False),
+)
+def test_a_scoring_plan_gives_ranks_neighbours_of_about_equal_cost(
+    lengths, max_tokens, data_parallel, random
+):
+    order = np.array(random.sample(range(len(lengths)), len(lengths)), np.int64)
+    step = scoring_plan(
+        np.array(lengths), max_tokens=max_tokens, data_parallel=data_parallel, order=order
+    )
+    assert sorted(i for rank in step for micro in rank for i in micro) == [*range(len(lengths))]
+    assert len(step) == data_parallel and len({len(rank) for rank in step}) == 1
+    assert all(sum(lengths[i] for i in micro) <= max_tokens for rank in step for micro in rank)
+    place = np.argsort(order)
+    places = [sorted(place[i] for micro in rank for i in micro) for rank in step]
+    cost = np.array([length * (1 + length / 12_288) for length in lengths])
+    costs = [cost[order[rank]].sum() for rank in places]
+    if cost.sum() >= BLOCK * cost.max() * data_parallel:
+        # Every rank is a block.
+        assert np.array_equal(np.concatenate(places), np.arange(len(lengths)))
+        assert max(costs) - min(costs) <= 2 * cost.max()
+    if cost.sum() < 2 * BLOCK * cost.max():
+        # One block of all ranks, packed as a training step.
+        whole = plan(
+            lengths, global_batch_size=None, max_tokens=max_tokens, data_parallel=data_parallel
+        )
+        assert step == whole.steps[0]
+
+
+def test_a_scoring_plan_of_few_samples_a_rank_has_blocks_of_several_ranks():
+    lengths = np.full(16 * 32, 100)
+    order = np.arange(len(lengths))[::-1].copy()
+    step = scoring_plan(lengths, max_tokens=1000, data_parallel=32, order=order)
+    held = [sorted(i for micro in rank for i in micro) for rank in step]
+    # 10 blocks of 3 or 4 ranks: each has neighbours, and all ranks have equal costs.
+    assert {len(rank) for rank in held} == {16}
+    assert max(rank[-1] - rank[0] for rank in held) < 4 * 16
+    assert max(i for rank in held[:4] for i in rank) == len(lengths) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.files import read_samples
 from rlpipe.batch.packing import plan
 from rlpipe.batch.rows import RolloutRows
-from rlpipe.errors import ObjectCorrupt
+from rlpipe.errors import ObjectCorrupt, ObjectMissing
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.columns import KIND
 from rlpipe.store.objects.files import Files
@@ -213,6 +214,32 @@ def test_rows_of_a_rollout_without_tokens_in_the_ranks_share_are_none(tmp_path: 
     files, rollout = stored(str(tmp_path), [[sample]])
     empty = chosen(files, rollout).columns(np.zeros(0, np.int64))
     assert len(empty) == 0 and len(empty.tokens) == 0 and len(empty.sizes) == 1
+
+
+def test_another_process_reads_only_the_shards_of_its_samples(tmp_path: Path):
+    rows = [
+        [
+            Sample(
+                f"g{number}", index, "", [number], response_ids=[index] * 3, status=Status.COMPLETED
+            )
+            for index in range(2)
+        ]
+        for number in (2, 0, 1)  # the order in which the groups have finished
+    ]
+    files, rollout = stored(str(tmp_path), rows)
+    batch = chosen(files, rollout)
+    assert batch.sizes.stored_order is not None
+    assert batch.sizes.stored_order.tolist() == [4, 5, 0, 1, 2, 3]
+    sent = pickle.dumps(batch)
+    whole = batch.batch().columns
+    for number in (0, 2, 3):  # all but the shard of g0, which has samples 0 and 1
+        Path(files.url(rollout.files[number].path).removeprefix("file://")).unlink()
+    got: ChosenRows = pickle.loads(sent)
+    assert_part(got.columns(np.array([0, 1])), whole)
+    with pytest.raises(ObjectMissing):
+        got.columns(np.array([2]))
+    Path(files.url(rollout.files[1].path).removeprefix("file://")).unlink()
+    assert_part(got.columns(np.array([1])), whole)  # read before
 
 
 def test_a_changed_byte_of_a_shard_is_found_wherever_it_is(tmp_path: Path):

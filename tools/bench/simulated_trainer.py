@@ -15,16 +15,16 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlpipe.actors.trainer.rank import Address, collective
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.batch.columns import BatchColumns
+from rlpipe.batch.columns import BatchColumns, BatchSizes
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron.results import TrainResult
@@ -34,6 +34,7 @@ from rlpipe.sync.session import Session, run_session
 from tools.bench.shapes import SHAPES
 from tools.bench.simulated_server import LOG_PROB
 
+T = TypeVar("T")
 SHAPE = SHAPES["0.6b"]
 """Model whose FLOPs and bytes the ranks and pushes take time for."""
 FLOPS_PER_S = 0.34 * 989e12
@@ -63,8 +64,13 @@ class SimulatedMegatron:
         own = [i for step in packing.steps for micro in step[self.rank] for i in micro]
         return np.sort(np.array(own, np.int64))
 
-    def scored_samples(self, lengths: np.ndarray, *, max_tokens: int | None = None) -> np.ndarray:
-        return np.arange(self.rank, len(lengths), self.data_parallel)
+    def scored_samples(self, sizes: BatchSizes, *, max_tokens: int | None = None) -> np.ndarray:
+        order = np.arange(len(sizes)) if sizes.stored_order is None else sizes.stored_order
+        return np.sort(np.array_split(order, self.data_parallel)[self.rank])
+
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        """Return what this rank makes: the ranks of a process work one after another."""
+        return make()
 
     def score(self, batch: BatchColumns, **_: Any) -> np.ndarray:
         """Sleep for one forward pass; return the log-probs of all response tokens."""

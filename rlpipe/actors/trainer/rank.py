@@ -33,12 +33,12 @@ from rlpipe.actors.trainer.checkpoints import (
 )
 from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
 from rlpipe.actors.trainer.profiling import ProfiledPart, Work, check_profiling, profiled
+from rlpipe.actors.trainer.scoring import choose_rows
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
-from rlpipe.batch.build import ChosenRows, fix_batch
+from rlpipe.batch.build import ChosenRows
 from rlpipe.batch.columns import BatchColumns, BatchSizes
-from rlpipe.batch.files import StoredBatch, read_packing, read_rewards
+from rlpipe.batch.files import StoredBatch, read_packing
 from rlpipe.batch.packing import PackingPlan, attention_length, plan
-from rlpipe.batch.rows import RolloutRows
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.reproducibility import facts
 from rlpipe.engines.megatron.results import TrainResult
@@ -409,37 +409,21 @@ class Rank(ABC, Generic[E]):
         """Return the store prefix for this world's part of a checkpoint."""
         return prefix
 
-    def _batch(
-        self,
-        *,
-        before: str,
-        version: int,
-        rollout: str,
-        reward: str,
-        max_staleness: int = 0,
-        mask_stale: bool = False,
-    ) -> ChosenRows:
-        """Return the rows of the batch for the held state `before`, without their tokens."""
-        _, spec = self._require(before)
-        rollout_node = self._nodes.get(Stage.ROLLOUT, rollout)
-        routed = spec.train.use_rollout_routing_replay
-        return fix_batch(
-            RolloutRows.of_node(self._files, rollout_node, routed=routed),
-            read_rewards(self._files, self._nodes.get(Stage.REWARD, reward)),
-            accepted=rollout_node.outputs["accepted"],
-            scored=spec.advantage.advantage_estimator != "none",
-            version=version,
-            max_staleness=max_staleness,
-            mask_stale=mask_stale,
-            routed=routed,
-            own_teacher=spec.teacher is not None and spec.teacher.opd_type == "samples",
-        )
+    def _batch(self, *, before: str, alone: bool = False, **rows: Any) -> ChosenRows:
+        """Return the rows of the batch for the held state `before`, without their tokens.
+
+        Rank 0 chooses them from all rows of the rollout. `rows`: arguments of `choose_rows`.
+        Collective, unless rank 0 is `alone`.
+        """
+        engine, spec = self._require(before)
+        choose = partial(choose_rows, self._files, spec, **rows)
+        return choose() if alone else engine.from_rank_0(choose)
 
     def _scored_samples(self, chosen: ChosenRows) -> BatchColumns:
         """Return the samples that this rank scores."""
         engine, spec = self._ready()
         limit = spec.advantage.log_probs_max_tokens_per_gpu
-        return chosen.columns(engine.scored_samples(chosen.sizes.lengths, max_tokens=limit))
+        return chosen.columns(engine.scored_samples(chosen.sizes, max_tokens=limit))
 
     def _plan_packing(self, sizes: BatchSizes) -> PackingPlan:
         engine, spec = self._ready()

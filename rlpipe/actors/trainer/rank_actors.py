@@ -35,12 +35,12 @@ from rlpipe.actors.trainer.scoring import (
 )
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import staleness_of
-from rlpipe.batch.columns import BatchColumns, BatchSizes
+from rlpipe.batch.columns import BatchColumns, BatchPart, BatchSizes
 from rlpipe.batch.estimate import with_advantages
 from rlpipe.batch.files import StoredBatch, write_batch
 from rlpipe.batch.metrics import ProximalSums, batch_metrics
 from rlpipe.batch.packing import number_of_steps, shares_of
-from rlpipe.batch.rows import RolloutRows
+from rlpipe.batch.rows import RolloutRows, RowScalars
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
@@ -84,15 +84,21 @@ class TrainerRank(Rank[MegatronEngine]):
         engine, spec = self._require(before)
         supervised = spec.advantage.advantage_estimator == "none"
         # The rows of all ranks together grow with the square of the ranks.
-        if self.rank > 0 and (supervised or never_scores(spec)):
+        alone = supervised or never_scores(spec)
+        if self.rank > 0 and alone:
             return None
-        chosen = self._batch(before=before, version=version, **rows)
+        chosen = self._batch(before=before, version=version, alone=alone, **rows)
         # One rank holds and writes the whole batch. The others hold the samples that they score.
         batch = chosen.batch(with_samples=bool(spec.advantage.hooks)) if self.rank == 0 else None
         scores: dict[str, np.ndarray | None] = {}
         speed: dict[str, float] = {}
         if not supervised:
-            columns = batch.columns if batch else self._scored_samples(chosen)
+            if batch is None:
+                columns = self._scored_samples(chosen)
+            else:
+                every = np.arange(len(batch.columns))
+                # The sizes tell which samples each rank scores.
+                columns = replace(batch.columns, part=BatchPart(chosen.sizes, every))
             proximal = self._scores(chosen.sizes)
             with self._profiled("train_log_probs", version) as work:
                 scores = score_batch(engine, columns, spec, proximal=proximal)
@@ -144,22 +150,25 @@ class TrainerRank(Rank[MegatronEngine]):
         if self.busy == "restore":
             return {}
         critic_only = batch.outputs.get("critic_only", False)
-        _, spec = self._ready()
+        engine, spec = self._ready()
         speed = train_metrics(spec, stored.sizes, steps.seconds, work, critic_only=critic_only)
         if own is None:
             return speed
         staleness = None
         if batch.outputs.get("metrics", {}).get("rollout/staleness/max"):
-            rollout = self._nodes.get(Stage.ROLLOUT, batch.parents["rollout"])
-            rows = RolloutRows.of_node(self._files, rollout)
+            trained = engine.from_rank_0(lambda: self._trained_scalars(batch, stored))
             held = np.arange(len(stored)) if columns.part is None else columns.part.samples
-            trained = rows.numbers_of(stored.keys())[held]
-            staleness = staleness_of(rows.scalars.select(trained), version)
+            staleness = staleness_of(trained.select(held), version)
         columns = columns.with_columns(proximal_log_probs=own[columns.response_index()])
         sums = ProximalSums.of(columns, staleness)
-        engine, _ = self._ready()
         values = engine.rows_of_all(columns, np.column_stack([sums.values, sums.largest]))
         return replace(sums, values=values[:, :-1], largest=values[:, -1]).metrics() | speed
+
+    def _trained_scalars(self, batch: Node, stored: StoredBatch) -> RowScalars:
+        """Return the scalars of all samples of a batch. Reads all shards of its rollout."""
+        rollout = self._nodes.get(Stage.ROLLOUT, batch.parents["rollout"])
+        rows = RolloutRows.of_node(self._files, rollout)
+        return rows.scalars.select(rows.numbers_of(stored.keys()))
 
     @collective
     def push(

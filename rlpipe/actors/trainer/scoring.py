@@ -25,18 +25,54 @@ import torch
 from rlpipe.actors.trainer.profiling import Work
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.algorithms.values import explained_variance
+from rlpipe.batch.build import ChosenRows, fix_batch
 from rlpipe.batch.columns import BatchColumns, BatchSizes
+from rlpipe.batch.files import read_rewards
+from rlpipe.batch.rows import RolloutRows
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.errors import DeadlineExceeded
 from rlpipe.observe.flops import ModelFlops, model_flops, speed_metrics
+from rlpipe.store.nodes import Nodes
+from rlpipe.store.objects.files import Files
 from rlpipe.system.gpus import gpu_metrics
+from rlpipe.types import Stage
 
 SEQUENCES_AT_ONCE = 64
 """Samples per request to a teacher's server."""
 NO_LOGITS = np.zeros(0, np.int64)
 """Response lengths of a model whose output layer is not used."""
+
+
+def choose_rows(
+    files: Files,
+    spec: TrainerSpec,
+    *,
+    version: int,
+    rollout: str,
+    reward: str,
+    max_staleness: int = 0,
+    mask_stale: bool = False,
+) -> ChosenRows:
+    """Return the rows of the batch, without their tokens. Reads all shards of the rollout.
+
+    `rollout`, `reward`: digests of the nodes. Other arguments and errors: as `fix_batch`.
+    """
+    nodes = Nodes(files)
+    rollout_node = nodes.get(Stage.ROLLOUT, rollout)
+    routed = spec.train.use_rollout_routing_replay
+    return fix_batch(
+        RolloutRows.of_node(files, rollout_node, routed=routed),
+        read_rewards(files, nodes.get(Stage.REWARD, reward)),
+        accepted=rollout_node.outputs["accepted"],
+        scored=spec.advantage.advantage_estimator != "none",
+        version=version,
+        max_staleness=max_staleness,
+        mask_stale=mask_stale,
+        routed=routed,
+        own_teacher=spec.teacher is not None and spec.teacher.opd_type == "samples",
+    )
 
 
 def score_batch(

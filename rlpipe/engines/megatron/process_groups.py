@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.packing import PackingPlan, Step, plan
+from rlpipe.batch.columns import BatchColumns, BatchSizes
+from rlpipe.batch.packing import PackingPlan, Step, scoring_plan
 from rlpipe.config.train import ParallelConfig, TrainConfig
 from rlpipe.engines.megatron import platform, reproducibility
-from rlpipe.errors import ConfigError, TrainerError
+from rlpipe.errors import ConfigError, RlpipeError, TrainerError
 from rlpipe.system.rendezvous import gloo_at, tcp_store
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.moe.router_replay import RouterReplay
+
+T = TypeVar("T")
 
 
 class MegatronRank:
@@ -83,12 +87,12 @@ class MegatronRank:
         """
         return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
 
-    def scored_samples(self, lengths: np.ndarray, *, max_tokens: int | None = None) -> np.ndarray:
+    def scored_samples(self, sizes: BatchSizes, *, max_tokens: int | None = None) -> np.ndarray:
         """Return the samples that a scoring pass of this rank reads, ascending. Not collective.
 
-        `lengths`: of all samples of the batch. `max_tokens`: as of the scoring pass.
+        `sizes`: of the whole batch. `max_tokens`: as of the scoring pass.
         """
-        micro_batches = scored_micro_batches(lengths, max_tokens or self.max_tokens)
+        micro_batches = scored_micro_batches(sizes, max_tokens or self.max_tokens)
         return np.sort(np.array([i for micro in micro_batches for i in micro], np.int64))
 
     def trained_samples(self, packing: PackingPlan) -> np.ndarray:
@@ -97,6 +101,24 @@ class MegatronRank:
         return np.sort(
             np.array([i for step in packing.steps for micro in step[rank] for i in micro], np.int64)
         )
+
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        """Return on every rank of this world what `make` returns on rank 0. Collective.
+
+        The value is pickled. Raises: the RlpipeError of `make`, on every rank.
+        """
+        # Other errors need no message: after them the whole group is killed.
+        message: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                message = [make()]
+            except RlpipeError as error:
+                message = [error]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(message, src=0, device=platform.device())
+        if isinstance(message[0], RlpipeError):
+            raise message[0]
+        return message[0]
 
     def rows_of_all(self, batch: BatchColumns, values: np.ndarray) -> np.ndarray:
         """Return float64 values [N, m] of all samples, from those [n, m] of the held samples.
@@ -118,23 +140,25 @@ class MegatronRank:
         return result.cpu().numpy()
 
 
-def scored_micro_batches(lengths: np.ndarray, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+def scored_micro_batches(sizes: BatchSizes, max_tokens: int) -> tuple[tuple[int, ...], ...]:
     """Return the samples of this data parallel rank's micro-batches in a scoring pass."""
     ranks = parallel_state.get_data_parallel_world_size()
-    step = _scoring_step(np.asarray(lengths, np.int64).tobytes(), max_tokens, ranks)
+    lengths = np.asarray(sizes.lengths, np.int64).tobytes()
+    order = None if sizes.stored_order is None else sizes.stored_order.tobytes()
+    step = _scoring_step(lengths, order, max_tokens, ranks)
     return step[parallel_state.get_data_parallel_rank()]
 
 
 # The policy, the reference and the critic score the batch that `scored_samples` divides. One plan
 # of 16,384 samples for 1,024 ranks takes 0.4 s.
 @lru_cache(maxsize=1)
-def _scoring_step(lengths: bytes, max_tokens: int, ranks: int) -> Step:
-    return plan(
+def _scoring_step(lengths: bytes, order: bytes | None, max_tokens: int, ranks: int) -> Step:
+    return scoring_plan(
         np.frombuffer(lengths, np.int64),
-        global_batch_size=None,
         max_tokens=max_tokens,
         data_parallel=ranks,
-    ).steps[0]
+        order=None if order is None else np.frombuffer(order, np.int64),
+    )
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int, *, where: str) -> int:

@@ -207,7 +207,9 @@ def test_metrics_of_a_step_with_its_own_log_probs_exclude_tokens_of_older_weight
     result = TrainResult([], "digest", own)
     stored = StoredBatch(files, node)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    cast("Any", rank)._engine = SimpleNamespace(rows_of_all=lambda _, values: values)
+    cast("Any", rank)._engine = SimpleNamespace(
+        rows_of_all=lambda _, values: values, from_rank_0=lambda make: make()
+    )
     found = rank._metrics_of(node, stored, batch.columns, result, version, Work())
     assert found["rollout/mismatch_kl"] == pytest.approx(-0.25, abs=1e-6)
     current = found.get("rollout/logprob_abs_diff/mean")
@@ -237,7 +239,8 @@ def test_ranks_other_than_0_read_no_rows_if_no_batch_is_ever_scored(rank: Traine
     unread: dict[str, Any] = {"rollout": "none", "reward": "none"}
     rank.rank = 1
     rank.held = "state"
-    rank._nodes = Nodes(Files(spec.store_root))
+    rank._files = Files(spec.store_root)
+    cast("Any", rank)._engine = SimpleNamespace(from_rank_0=lambda make: make())
     with pytest.raises(ObjectMissing):  # a batch may have several optimizer steps
         rank.advantage(key="key", before="state", version=3, **unread)
     never = spec.train.model_copy(update={"global_batch_size": None})

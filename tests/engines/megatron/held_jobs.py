@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from rlpipe.batch.columns import BatchColumns, BatchPart
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import CriticConfig, TrainConfig
+from rlpipe.errors import DataError
 from tests.engines.megatron.ranks import engine, held, make_batch, near, with_returns
 
 
@@ -37,7 +40,8 @@ def score_and_train_held(
         batch = make_batch(samples)
         if options.get("fanned"):
             batch = batch.with_columns(rollout=np.arange(samples) // 2)
-        scored = held(batch, ours.scored_samples(batch.lengths)) if own else batch
+        scoring = shuffled(batch) if options.get("shuffled") else batch
+        scored = held(scoring, ours.scored_samples(scoring.sizes)) if own else scoring
         results: dict[str, Any] = {"scores": ours.score(scored)}
         if config.use_routing_replay:
             results["experts"] = ours.score_and_route(scored)[1]
@@ -68,5 +72,32 @@ def score_and_train_held(
             "proximal": result.proximal_log_probs,
             "trained": len(ours.trained_samples(packing)),
         }
+    finally:
+        ours.close()
+
+
+def shuffled(batch: BatchColumns) -> BatchColumns:
+    """Return the batch as if its rollout had stored the samples in another order."""
+    order = np.random.default_rng(3).permutation(len(batch))
+    sizes = replace(batch.sizes, stored_order=order)
+    return replace(batch, part=BatchPart(sizes, np.arange(len(batch))))
+
+
+def value_and_error_of_rank_0(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict[str, Any]
+) -> tuple[int, str]:
+    """Return the value and the problem that rank 0 made."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+
+    def fail() -> None:
+        raise DataError(f"of rank {rank}", where="here")
+
+    try:
+        value = ours.from_rank_0(lambda: rank)
+        try:
+            ours.from_rank_0(fail)
+        except DataError as error:
+            return value, error.problem
+        raise AssertionError("no error")
     finally:
         ours.close()

@@ -143,7 +143,7 @@ def held(batch: BatchColumns, samples: np.ndarray) -> BatchColumns:
 
 def scored(ours, batch: BatchColumns) -> BatchColumns:
     """Return the samples that this rank scores."""
-    return held(batch, ours.scored_samples(batch.lengths))
+    return held(batch, ours.scored_samples(batch.sizes))
 
 
 def near(columns: np.ndarray, scale: float, seed: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.system.ports import free_port
-from tests.engines.megatron.held_jobs import score_and_train_held
+from tests.engines.megatron.held_jobs import score_and_train_held, value_and_error_of_rank_0
 from tests.engines.megatron.test_parallel import LAYOUTS, TRAIN
 
 CORRECTED = {"loss": {**TRAIN["loss"], "use_tis": True, "use_rs": True}}
@@ -20,6 +20,7 @@ CASES: dict[str, tuple[dict, int, dict[str, Any]]] = {
     "several steps": ({}, 11, {"scored": True, "steps": 3}),
     "fanned rollouts": ({}, 12, {"scored": True, "fanned": True}),
     "own log-probs of one step": (CORRECTED, 9, {}),
+    "two blocks of shards": ({"max_tokens_per_gpu": 128}, 240, {"scored": True, "shuffled": True}),
     "means over tokens": (PER_TOKEN, 9, {"scored": True, "steps": 2}),
     "a constant length": ({"loss": {"constant_length": 16}}, 9, {"scored": True}),
     "one sample a micro-batch": ({"micro_batch_size": 1}, 5, {"scored": True}),
@@ -107,3 +108,11 @@ def test_steps_that_compare_samples_read_the_whole_batch(
     )
     reads = MegatronEngine.reads_whole_batch(engine, scored=scored)
     assert reads is (whole or prediction_layers is not None)
+
+
+@pytest.mark.integration
+def test_all_ranks_get_the_value_and_the_error_of_rank_0(models, two_ranks):
+    assert two_ranks.run(value_and_error_of_rank_0, models["qwen3"], TRAIN) == [
+        (0, "of rank 0"),
+        (0, "of rank 0"),
+    ]

@@ -93,7 +93,7 @@ def local_micro_batches(
 
     `max_tokens`: as `score`.
     """
-    micro_batches = scored_micro_batches(batch.sizes.lengths, max_tokens)
+    micro_batches = scored_micro_batches(batch.sizes, max_tokens)
     return scheduled(scorer, positions_of(batch, micro_batches))
 
 
