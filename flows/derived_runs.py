@@ -183,7 +183,7 @@ def evaluation_config(
         start = saved_weights(Files(base.store.root or home / "store"), run, iteration)
         title = name or f"{run}.eval-{start.iteration}"
         # The weights of the run replace those of the recipe's model.
-        fixed.append(f"model.start_from={start.model_dump_json()}")
+        fixed += [f"model.start_from={start.model_dump_json()}", "model.adapter=null"]
     config = load_run(source, fixed, title)
     if not config.evaluation.datasets:
         raise ConfigError(

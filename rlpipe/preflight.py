@@ -29,6 +29,7 @@ from rlpipe.config.import_check import check_imports
 from rlpipe.config.load import find_recipe, load_run, require_files, warm_start_overrides
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.model import HuggingFaceModel, MadeModel
+from rlpipe.config.peft_directory import adapter_path, check_adapter
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
@@ -264,6 +265,8 @@ def _check_other_models(config: RunConfig, model_dir: Path | None, home: Path) -
         for source in sources.values():
             adam_directory(source, str(model_dir), home)
     sources.pop("policy", None)
+    if sources.pop("adapter", None) and config.model.adapter and config.train.lora:
+        check_adapter(adapter_path(config.model.adapter), config.train.lora)
     for role, source in sources.items():
         if source.checkpoint is not None and model_dir is None:
             continue
@@ -312,8 +315,13 @@ def _check_trainer(config: RunConfig, directory: Path) -> None:
     if config.critic.parallel:
         layouts.append(config.train.model_copy(update={"parallel": config.critic.parallel}))
     for train in layouts:
-        # The default layout works for every model, and the check imports Megatron.
-        if train.megatron or train.replays_routing or train.parallel != ParallelConfig():
+        # Without these the trainer takes every model, and the check imports Megatron.
+        if (
+            train.megatron
+            or train.replays_routing
+            or train.lora
+            or (train.parallel != ParallelConfig())
+        ):
             check_trainer(directory, config.model, train, deterministic=config.deterministic)
 
 

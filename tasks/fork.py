@@ -17,8 +17,10 @@ from pathlib import Path
 from rlpipe.actors.trainer.standalone import standalone_trainer
 from rlpipe.actors.trainer.states import TrainerStates
 from rlpipe.config.load import validate_stored
+from rlpipe.config.paths import with_moved_paths
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
+from rlpipe.lineage.source_weights import source_record, weight_sources
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches, commit_name
@@ -46,6 +48,7 @@ async def fork_point(
         return None
     origin = fork_commit(Branches(files), config)
     check_state_format(files, config, origin)
+    check_first_adapters(files, config, origin, home)
     # Two processes must not rebuild the same weights.
     epoch = Epochs(files).acquire(config.run, takeover=takeover)
     epoch.keep()
@@ -126,6 +129,27 @@ def check_state_format(files: Files, config: RunConfig, origin: Commit) -> None:
     check_reference(config, stored, origin)
 
 
+def check_first_adapters(files: Files, config: RunConfig, origin: Commit, home: Path) -> None:
+    """Check that a fork has the first adapters of its parent, which are the first reference.
+
+    Raises: ConfigError.
+    """
+    init = Nodes(files).get(Stage.INIT, Branches(files).get(origin.branch).init)
+    parents = init.outputs.get("sources", {}).get("adapter")
+    source = weight_sources(config).get("adapter")
+    own = source and source_record(source, home)
+    if (own and own["sha256"]) != (parents and parents["sha256"]):
+        raise ConfigError(
+            "a fork keeps the first adapters of its parent",
+            where="model.adapter",
+            found=f"{own['path']} with contents {own['sha256'][:16]}" if own else "none",
+            expected=f"{parents['path']} with contents {parents['sha256'][:16]}"
+            if parents
+            else "none",
+            do="restore the directory and its key, or use only the weights: model.start_from",
+        )
+
+
 def check_reference(config: RunConfig, stored: RunConfig, origin: Commit) -> None:
     """Check that the parent saved the reference that the fork needs. Raises: ConfigError."""
     if (config.reference.ref_load, config.reference.ref_ckpt_step) != (
@@ -171,7 +195,7 @@ async def materialise(
     """
     record = Branches(files).get(origin.branch)
     version = origin.iteration + 1
-    stored = validate_stored(record.config)
+    stored = with_moved_paths(validate_stored(record.config), config)
     # The parent's layout on the fork's cluster.
     resources = stored.resources.model_copy(update={"ray_address": config.resources.ray_address})
     stored = stored.model_copy(update={"resources": resources})

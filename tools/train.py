@@ -31,6 +31,7 @@ from rlpipe.config.load import (
     use_home,
 )
 from rlpipe.config.model import ResourcesConfig
+from rlpipe.config.peft_directory import other_base
 from rlpipe.config.run import RunConfig
 from rlpipe.data.hub_commits import pinned
 from rlpipe.errors import RlpipeError
@@ -65,7 +66,11 @@ def main() -> int:
             require_files(arguments.recipe, arguments.overrides, arguments.run)
             with Screen(quiet=arguments.quiet), waiting_for("checks before the start"):
                 check(pinned(config, home()), home())
-            remarks = [*context_warnings(config), *unused_servers(config)]
+            remarks = [
+                *context_warnings(config),
+                *unused_servers(config),
+                *other_base(config),
+            ]
     except RlpipeError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return 2

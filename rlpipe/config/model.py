@@ -83,6 +83,10 @@ class ModelConfig(Config):
     start_from: BranchModel | None = None
     """Take the first weights from another branch. The architecture still comes from `source`.
     None: weights come from `source` too."""
+    adapter: str | None = None
+    """Directory of PEFT with the first adapters of `train.lora`: adapter_config.json and
+    adapter_model.safetensors. The run's records depend on its content. The first reference has
+    these adapters too. None: adapters that change nothing."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in trainer and engines, also after a warm start. Without
     CUDA, float32 is the tested choice. Engines on GPUs refuse float32."""

@@ -11,9 +11,9 @@ another process, another working directory and a fork find the same file. Files 
 another checkout.
 
 Keys of files are functions (`path`, `maker`, `..._path`), prompt files (`paths`), model directories
-(`hf_checkpoint`, `megatron_checkpoint`, `ref_load`, `opd_teacher_load`) and the recipe of a warm
-start. URLs, names of the Hugging Face Hub and dotted paths of functions are no files. Folders that
-a run writes, and the store, count from the current folder.
+(`hf_checkpoint`, `megatron_checkpoint`, `adapter`, `ref_load`, `opd_teacher_load`) and the recipe
+of a warm start. URLs, names of the Hugging Face Hub and dotted paths of functions are no files.
+Folders that a run writes, and the store, count from the current folder.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ _PATTERNS = {
     "opd_teacher_load": _DIRECTORY,
     "ref_load": _DIRECTORY,
     "megatron_checkpoint": _DIRECTORY,
+    "adapter": _DIRECTORY,
     "warm_start": _RECIPE,
 }
 """Field → pattern of its values. The group `rest` follows the path: a function, a slice of rows."""

@@ -27,6 +27,7 @@ from rlpipe.config.model import (
     external_conflict,
 )
 from rlpipe.config.observe import GatesConfig, ObserveConfig, StopCondition
+from rlpipe.config.peft_directory import adapter_conflict
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import (
@@ -386,19 +387,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _adapters_can_be_trained(self):
-        model = self.model.source
-        conflicts = {
-            "advantage.advantage_estimator: ppo, whose critic trains all weights": self.uses_critic,
-            "reference.ref_load: the reference is the policy without its adapters": (
-                self.reference.ref_load is not None
-            ),
-            "model.source.megatron_optimizer, whose state is of all weights": (
-                isinstance(model, HuggingFaceModel) and model.megatron_optimizer
-            ),
-        }
-        found = next((text for text, conflict in conflicts.items() if conflict), None)
-        if self.train.lora is not None and found:
-            raise ValueError(f"train.lora cannot be used with {found}")
+        if conflict := adapter_conflict(self):
+            raise ValueError(conflict)
         return self
 
     @model_validator(mode="after")

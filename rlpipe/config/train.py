@@ -80,8 +80,9 @@ class LoraConfig(Config):
     """Low-rank adapters: W x + alpha / rank · B (A x), with PEFT's names. Only A and B are trained;
     the other weights are frozen and have no gradients and no optimizer state.
 
-    A reference is the policy without its adapters, so it needs no second model. Engines get merged
-    weights. See `rlpipe.engines.megatron.model.lora`."""
+    A reference is the policy with its first adapters, so it needs no second model. Engines get
+    merged weights. `model.adapter` gives the first adapters. See
+    `rlpipe.engines.megatron.model.lora`."""
 
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""

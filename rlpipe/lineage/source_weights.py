@@ -6,8 +6,8 @@
     source_record(source, ...)       path, iteration and sha256, for the node of the first weights
     prompts_record(config, ...)      the same of slime's position in the prompts
 
-A role is "policy", "reference", "critic" or "teacher". A plain Hugging Face directory of the policy
-is no source of its own: the node of the first weights has its digest already.
+A role is "policy", "adapter", "reference", "critic" or "teacher". A plain Hugging Face directory of
+the policy is no source of its own: the node of the first weights has its digest already.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.model import HuggingFaceModel
+from rlpipe.config.peft_directory import CONFIG, KEY, WEIGHTS, adapter_path
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
 from rlpipe.model_dir import contents_digest, given_directory, model_fingerprint
@@ -80,6 +81,8 @@ def weight_sources(config: RunConfig) -> dict[str, WeightSource]:
             model.megatron_checkpoint_step,
             optimizer=model.megatron_optimizer,
         )
+    if config.model.adapter is not None:
+        sources["adapter"] = WeightSource(KEY, config.model.adapter)
     reference = config.reference
     if config.advantage.reference and reference.ref_load is not None:
         sources["reference"] = WeightSource(
@@ -155,6 +158,10 @@ def source_record(source: WeightSource, home: Path) -> dict[str, Any]:
     `iteration` is that of a Megatron checkpoint. Raises: ConfigError if the files are missing.
     """
     cache = home / FINGERPRINTS
+    if source.key == KEY:
+        directory = adapter_path(source.path)
+        digest = contents_digest([directory / CONFIG, directory / WEIGHTS], cache)
+        return {"path": source.path, "iteration": None, "sha256": digest}
     checkpoint = source.checkpoint
     if checkpoint is None:
         directory = given_directory(source.path, source.key)
@@ -203,6 +210,8 @@ def decisive_digests(config: RunConfig, records: Mapping[str, Mapping[str, Any]]
         digests["optimizer"] = records["policy"]["sha256"]
     if config.uses_critic and config.critic.megatron_optimizer:
         digests["critic's optimizer"] = records["critic"]["sha256"]
+    if "adapter" in records:
+        digests["adapter"] = records["adapter"]["sha256"]
     if "reference" in records:
         digests["reference"] = records["reference"]["sha256"]
     if (position := config.data.slime_position) is not None:

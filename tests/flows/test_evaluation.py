@@ -95,6 +95,17 @@ def test_an_evaluation_is_a_separate_run_without_training(home: Path):
     assert config.reward == validate(RUN).reward
 
 
+def test_saved_weights_with_adapters_replace_the_first_adapters_of_the_run(home: Path):
+    record = json.loads((home / "old" / "run.json").read_text())
+    record["config"]["train"]["lora"] = {"rank": 4}
+    record["config"]["model"]["adapter"] = str(home / "adapter")
+    (home / "old" / "run.json").write_text(json.dumps(record))
+    config = evaluation_config(home, run="old")
+    assert config.start_from == BranchModel(branch="old", iteration=1)
+    assert config.model.adapter is None
+    assert config.train.lora is not None
+
+
 def test_the_model_of_a_recipe_is_evaluated_without_a_run(home: Path):
     recipe = home / "mine.yaml"
     recipe.write_text(json.dumps({key: value for key, value in RUN.items() if key != "run"}))

@@ -1,7 +1,10 @@
-"""A whole run with adapters: after a warm start, on two tensor parallel ranks, with kills."""
+"""Whole runs with adapters: after a warm start, or from a directory of PEFT, with kills."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,10 @@ from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
+from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Stage
-from tests.flows.live_run import LiveRun
-from tests.flows.test_train import REWARD, SAMPLING, SUPERVISED, committed
+from tests.flows.live_run import REPOSITORY, LiveRun
+from tests.flows.test_train import REWARD, SAMPLING, SUPERVISED, WORDS, committed
 
 
 @pytest.mark.long
@@ -49,3 +53,108 @@ def test_a_run_with_adapters_continues_after_kills_and_engines_have_its_weights(
     assert max(sync["metrics"]["sync/logprob_difference"] for sync in syncs) <= 1e-4
     digests = [nodes.get(Stage.TRAIN, commit.nodes[Stage.TRAIN]).outputs for commit in commits]
     assert len({one["state_digest"] for one in digests}) == 4
+
+
+def command(home: Path, module: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments, "--home", str(home)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def evaluate(home: Path, name: str, *arguments: str) -> list[list[int]]:
+    """Run an evaluation, and return the tokens of its responses."""
+    folder = home / "store" / "nodes" / "eval"
+    before = {*folder.glob("*")}
+    command(home, "tools.evaluate", "--name", name, *arguments)
+    (new,) = {*folder.glob("*")} - before
+    files = Files(home / "store")
+    rows = read_rows(files, Nodes(files).get(Stage.EVAL, new.stem).files, columns=["response_ids"])
+    return rows["response_ids"].to_pylist()
+
+
+LORA = ("train.lora.rank=4", "train.optimizer.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a home, its finished run `first`, and the run's adapters in `adapter`."""
+    folder = tmp_path_factory.mktemp("exported")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "small.yaml").write_text(SAMPLING % (folder / "reward.py"))
+    recipe = ("--recipe", str(folder / "small.yaml"), "--run", "first", "num_rollout=2")
+    with LiveRun(folder / "home", *recipe, *LORA) as run:
+        assert run.finish(300) == 0, run.output
+    arguments = ("--of", "first", "--adapter", "--output-dir", str(folder / "adapter"))
+    command(folder / "home", "tools.convert_torch_dist_to_hf", *arguments)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.integration
+def test_engines_answer_with_the_adapters_of_a_directory_as_with_the_run_that_made_it(
+    exported: Path,
+):
+    home = exported / "home"
+    greedy = (
+        "evaluation={datasets: [{name: held, temperature: 0.0, n_samples_per_eval_prompt: 1, "
+        f"prompts: {WORDS % 9000}}}]}}"
+    )
+    recipe = ("--recipe", str(exported / "small.yaml"), greedy, LORA[0])
+    base = evaluate(home, "base", *recipe)
+    imported = evaluate(home, "imported", *recipe, f"model.adapter={exported / 'adapter'}")
+    assert imported == evaluate(home, "trained", "--of", "first", greedy) != base
+
+
+@pytest.mark.long
+@pytest.mark.integration
+def test_a_run_from_a_directory_of_peft_is_rebuilt_replayed_and_forked(exported: Path):
+    home = exported / "home"
+    adapter = exported / "adapter"
+    kl = ("advantage.reference=true", "train.loss.kl_loss_coef=0.01")
+    arguments = ("--recipe", str(exported / "small.yaml"), *LORA, *kl)
+    layout = (
+        "resources.actor_num_gpus_per_node=2",
+        "train.parallel.tensor_model_parallel_size=2",
+        f"model.adapter={adapter}",
+        "num_rollout=3",
+        "checkpoint.save_interval=3",
+    )
+    with LiveRun(home, *arguments, *layout, "--run", "second") as run:
+        # There is no checkpoint yet: the weights are rebuilt from the directory.
+        run.wait_until(lambda: committed(home, "second") >= 1)
+        run.kill_part("ray::TrainerRank")
+        assert run.finish(400) == 0, run.output
+    files = Files(home / "store")
+    nodes = Nodes(files)
+    branches = Branches(files)
+    assert check_branch(files, "second") == []
+    init = nodes.get(Stage.INIT, branches.get("second").init)
+    assert init.outputs["sources"]["adapter"]["path"] == str(adapter)
+    assert init.config["sources"] == {"adapter": init.outputs["sources"]["adapter"]["sha256"]}
+    commits = list(branches.walk("second"))
+    syncs = [nodes.get(Stage.SYNC, commit.nodes[Stage.SYNC]).outputs for commit in commits]
+    assert max(sync["metrics"]["sync/logprob_difference"] for sync in syncs) <= 1e-4
+    # The first reference has the first adapters.
+    first = branches.read("second", 0).nodes[Stage.TRAIN]
+    steps = nodes.get(Stage.TRAIN, first).outputs["steps"]
+    assert steps[0]["kl_loss"] == pytest.approx(0, abs=1e-9)
+    assert steps[1]["kl_loss"] > 1e-3
+    assert "4 states, all bit" in command(home, "tools.replay", "second", "--ray-address", "local")
+
+    fork = ("--fork", "second@0", "--run", "fork")
+    moved = exported / "moved" / "adapter"
+    moved.parent.mkdir()
+    shutil.move(adapter, moved)
+    with LiveRun(home, *arguments, *layout[:2], *layout[3:], *fork) as run:
+        assert run.finish(300) != 0
+        assert "a fork keeps the first adapters of its parent" in run.output
+    changed = (f"model.adapter={moved}", "train.optimizer.lr=2e-2")
+    with LiveRun(home, *arguments, *layout[:2], *layout[3:], *changed, *fork) as run:
+        assert run.finish(400) == 0, run.output
+    assert check_branch(files, "fork") == []

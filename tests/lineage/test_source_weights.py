@@ -70,6 +70,35 @@ def test_only_models_that_the_run_uses_are_sources():
     assert weight_sources(ppo) == {"critic": critic}
 
 
+def adapter(folder: Path, weights: bytes) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def test_the_content_of_first_adapters_decides_the_first_weights(tmp_path: Path):
+    folders = {
+        "first": adapter(tmp_path / "first", b"1"),
+        "copy": adapter(tmp_path / "copy", b"1"),
+        "other": adapter(tmp_path / "other", b"2"),
+    }
+    # Notes of people are no part of the adapters.
+    (tmp_path / "copy" / "README.md").write_text("trained on sums")
+    inputs = {}
+    for name, path in folders.items():
+        config = configured(model={**BASE["model"], "adapter": path}, train={"lora": {"rank": 4}})
+        sources = weight_sources(config)
+        assert sources == {"adapter": WeightSource("model.adapter", path)}
+        records = {"adapter": source_record(sources["adapter"], tmp_path)}
+        assert records["adapter"]["path"] == path
+        digests = decisive_digests(config, records)
+        inputs[name] = init_inputs(config, "model", None, sources=digests).digest
+    assert inputs["first"] == inputs["copy"] != inputs["other"]
+    plain = configured(train={"lora": {"rank": 4}})
+    assert init_inputs(plain, "model", None).digest not in inputs.values()
+
+
 def test_slimes_position_in_the_prompts_is_recorded_with_its_file(tmp_path: Path):
     assert prompts_record(configured(), tmp_path) == {}
     file = tmp_path / "global_dataset_state_dict_4.pt"

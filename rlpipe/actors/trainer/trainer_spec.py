@@ -145,7 +145,7 @@ class TrainerSpec:
         paths = {
             role: local_directory(source, model_dir, home)
             for role, source in self.sources.items()
-            if role != "policy"
+            if role not in ("policy", "adapter")
         }
         if critic is not None and "critic" in paths:
             critic = critic.model_copy(update={"hf_checkpoint": paths["critic"]})

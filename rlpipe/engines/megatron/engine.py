@@ -32,6 +32,7 @@ from rlpipe.engines.megatron.bridges.bridge import load_weights
 from rlpipe.engines.megatron.bridges.stages import full_weights
 from rlpipe.engines.megatron.checkpoint import checkpoint, disk_space
 from rlpipe.engines.megatron.checkpoint.export import save_hf
+from rlpipe.engines.megatron.checkpoint.first_adapters import begin_adapters
 from rlpipe.engines.megatron.checkpoint.state import (
     initialize_adam_state,
     named_weights,
@@ -119,6 +120,7 @@ class MegatronEngine(MegatronRank):
         directory. `hooks`: user functions. `timeout_s`: deadline of every collective.
         """
         self._model_dir = model_dir
+        self._adapter = model.adapter
         self._temperature = rollout_temperature
         self._join(
             train, "train.parallel", rank, world_size, master, threads, timeout_s, deterministic
@@ -183,12 +185,12 @@ class MegatronEngine(MegatronRank):
     def load_hf(self, model_dir: str | Path | None = None) -> None:
         """Load the weights of a Hugging Face directory (default: the model's own).
 
-        A critic loads its initial weights, adapters get their first values. The optimizer state
-        stays.
+        A critic loads its initial weights, adapters get their first values (`model.adapter`). The
+        optimizer state stays.
         """
         self._memory.require("optimizer")
         load_weights(self.trained.bridge, self.trained.chunks, str(model_dir or self._model_dir))
-        lora.initialize(self.trained.models)
+        begin_adapters(self.trained, self._adapter)
         self.trained.optimizer.reload_model_params()
         if self._critic is not None:
             self._critic.load_initial_weights(self.trained)

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import rlpipe
 from rlpipe.config.model import ModelConfig
+from rlpipe.config.peft_directory import adapter_path
 from rlpipe.config.train import TrainConfig
 from rlpipe.errors import ConfigError
 from rlpipe.system.imports import quick_imports
@@ -106,6 +107,7 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     import torch
 
     from rlpipe.engines.megatron.bridges.bridge import layers_of
+    from rlpipe.engines.megatron.checkpoint.first_adapters import check_tensors
     from rlpipe.engines.megatron.model.build import (
         chunk_numbers,
         ddp_config,
@@ -136,6 +138,8 @@ def _build(directory: str, model: ModelConfig, train: TrainConfig, *, determinis
     bridge = open_model(directory, model, train, deterministic=deterministic, sizes=sizes)
     check_routing(bridge.config, train)
     check_adapters(bridge, train)
+    if model.adapter is not None and train.lora is not None:
+        check_tensors(bridge, train.lora, adapter_path(model.adapter))
     if train.frozen_names and train.custom_model_provider_path is None:
         _check_frozen_names(directory, train, predicts=bool(bridge.config.mtp_num_layers))
     # With this argument Megatron reads the stage from process groups, which do not exist here.

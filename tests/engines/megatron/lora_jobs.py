@@ -149,20 +149,24 @@ def save_adapters(
     train: dict,
     directory: str,
     start: str | None = None,
+    *,
+    adapter: str | None = None,
+    steps: bool = True,
 ) -> dict[str, Any]:
     """Train two steps, save iteration 3, and return the weights by Hugging Face name.
 
-    `start`: a checkpoint with the first weights.
+    `start`: a checkpoint with the first weights. `adapter`: a directory of PEFT with the first
+    adapters. `steps`: False saves the first weights.
     """
     config = TrainConfig.model_validate(train)
-    ours = engine(model_dir, config, rank, world_size, port)
+    ours = engine(model_dir, config, rank, world_size, port, adapter=adapter)
     try:
         if start is None:
             ours.load_hf()
         else:
             ours.load_checkpoint(start, weights_only=True)
-        columns, packing = columns_and_plan(ours, ours.score(make_batch()), 0)
-        ours.train(columns, packing)
+        if steps:
+            ours.train(*columns_and_plan(ours, ours.score(make_batch()), 0))
         ours.save_checkpoint(directory, 3)
         return {
             "scores": ours.score(make_batch()),

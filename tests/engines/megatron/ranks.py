@@ -123,7 +123,8 @@ def engine(model_dir: str, train: TrainConfig, rank: int, world_size: int, port:
         "dtype": "float32",
         **overrides,
     }
-    model = ModelConfig(source=source, dtype=settings.pop("dtype"))
+    adapter = settings.pop("adapter", None)
+    model = ModelConfig(source=source, dtype=settings.pop("dtype"), adapter=adapter)
     return MegatronEngine(
         model_dir,
         model,

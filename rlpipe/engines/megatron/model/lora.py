@@ -49,7 +49,7 @@ WHERE = "train.lora"
 ADAPTERS = "adapters"
 """Name of the adapters in their layer: `….linear_qkv.adapters.q_proj.lora_A`."""
 MARK = f".{ADAPTERS}."
-_LAYERS = {
+LAYERS = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
     "mlp.linear_fc1": ("gate_proj", "up_proj"),
@@ -87,6 +87,8 @@ class _Adapted:
     seed: str
     rows: Rows
     tp_group: Any
+    weight_name: str
+    """mbridge's name of the weight, with the number of the layer in the whole model."""
     split: dict[str, int]
     """Parameter of the layer → the dimension that tensor parallel ranks split, for checkpoints."""
 
@@ -216,7 +218,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
     model.requires_grad_(False)
     missing = set(lora.target_modules)
     for layer in model.decoder.layers:
-        for path, parts in _LAYERS.items():
+        for path, parts in LAYERS.items():
             wanted = [part for part in parts if part in lora.target_modules]
             module = _submodule(layer, path)
             if module is None or not wanted:
@@ -224,6 +226,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
             missing -= set(wanted)
             _adapt(module, wanted, lora, _rows(layer, path, module, parts))
             module.seed = f"{seed} {layer.layer_number} {path}"
+            module.weight_name = f"decoder.layers.{layer.layer_number - 1}.{path}.weight"
     if missing and len(model.decoder.layers):
         raise ConfigError(
             "the model has no layers of these names",
@@ -292,9 +295,8 @@ def _require_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
 def initialize(models: Iterable[torch.nn.Module]) -> None:
     """Set the first values of all adapters, if any. They do not depend on the parallel layout."""
     for model in models:
-        for module in model.modules():
-            if isinstance(module, _Adapted):
-                _initialize(module)
+        for module in adapted_modules(model):
+            _initialize(module)
 
 
 def _initialize(module: Any) -> None:
@@ -310,6 +312,11 @@ def _initialize(module: Any) -> None:
         own = whole.chunk(parts, 1)[group.rank() if parts > 1 else 0]
         adapter.lora_A.copy_(own)
         adapter.lora_B.zero_()
+
+
+def adapted_modules(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the layers with adapters (`_Adapted`)."""
+    return (module for module in model.modules() if isinstance(module, _Adapted))
 
 
 def adapter_weights(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

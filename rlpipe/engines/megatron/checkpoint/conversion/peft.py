@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlpipe.config.peft_directory import CONFIG, WEIGHTS
 from rlpipe.config.train import LoraConfig
 from rlpipe.engines.megatron.checkpoint.adapters import stored_lora
 from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
@@ -24,11 +25,9 @@ from rlpipe.engines.megatron.checkpoint.conversion.meta_model import (
     single_process_groups,
 )
 from rlpipe.engines.megatron.checkpoint.conversion.torch_dist import Checkpoint
+from rlpipe.engines.megatron.checkpoint.first_adapters import peft_name
 from rlpipe.errors import ConfigError
 from rlpipe.system.megatron_weights import find_checkpoint
-
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 
 
 def to_peft(
@@ -109,17 +108,16 @@ def peft_tensors(stored: Checkpoint, meta_model: MetaModel) -> dict[str, torch.T
     """
     tensors = {}
     for weight in meta_model.tensors:
-        paths = [name.removesuffix(".weight") for name in meta_model.hf_names(weight)]
         for (part, matrix), name in meta_model.adapters(weight).items():
-            path = next((path for path in paths if path.endswith(f".{part}")), None)
-            if path is None:
+            mbridge_name = meta_model.mbridge_names[weight]
+            key = peft_name(meta_model.bridge, mbridge_name, part, matrix)
+            if key is None:
                 raise ConfigError(
                     "PEFT has no name for these adapters",
                     where="train.lora.target_modules",
-                    found=f"{part}, in a model with {', '.join(paths)}",
+                    found=f"{part}, in a model with {', '.join(meta_model.hf_names(weight))}",
                     do="export merged weights: leave out --adapter",
                 )
-            key = f"base_model.model.{path}.{matrix}.weight"
             tensors[key] = stored.read(meta_model, [name])[name]
     return tensors
 
