@@ -1,8 +1,7 @@
 """The records that move between stages, and the words of the project.
 
-`Sample` is bulk data: a plain mutable dataclass, because hooks write into it and thousands are made
-a second. `Plan`, `Node` and `Commit` are records: frozen pydantic models, because their bytes come
-from a store. `rlpipe.store.columns` has the columns of stored samples.
+`Sample` is a mutable dataclass: hooks write into it, and thousands are made a second. `Plan`,
+`Node` and `Commit` are frozen pydantic models. `rlpipe.store.columns` has the samples' columns.
 
 The words, each with one meaning everywhere (rlpipe/store/README.md has the whole glossary):
 
@@ -125,7 +124,6 @@ class Sample:
     """Seconds of the rollout that tools took."""
     num_turns: int = 1
     """Responses of the policy in the sample."""
-
     teacher_log_probs: list[float] | None = None
     """One per response token, for `teacher.opd_type: samples`."""
     session_id: str | None = None
@@ -368,6 +366,8 @@ class PlannedGroup(Record):
     """Supervised rows only: the response of the data set."""
     loss_mask: tuple[int, ...] = ()
     """Supervised rows only: 1 where a response token counts in the loss."""
+    rejected_ids: tuple[int, ...] = Field(default=(), exclude_if=lambda ids: not ids)
+    """Preference rows only: the rejected response. Not stored if empty, as in older plans."""
     earlier: str | None = None
     """Buffered groups: digest of the plan with the rows so far. None: sample from the start."""
 

@@ -27,6 +27,7 @@ from rlpipe.algorithms.losses import (
     sequence_policy_loss,
     sft_loss,
 )
+from rlpipe.algorithms.preference import dpo_loss
 from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import LossConfig
 
@@ -80,7 +81,8 @@ def objective(tokens: TokenBatch, loss: LossConfig, custom: CustomLoss | None = 
 
     Metrics: loss, entropy; for a policy loss also pg_loss, clipfrac, ppo_kl, kl_loss, ratio,
     train_rollout_logprob_abs_diff, and with use_opsm opsm_clipfrac; for a custom loss its own.
-    SFT and custom losses need no advantages, unless the custom loss reads them.
+    SFT and custom losses need no advantages, unless the custom loss reads them. DPO has the metrics
+    of `dpo_loss`.
     """
     match loss.type:
         case "sft":
@@ -89,6 +91,11 @@ def objective(tokens: TokenBatch, loss: LossConfig, custom: CustomLoss | None = 
         case "custom":
             assert custom is not None
             per_token, metrics = custom(tokens)
+            return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy, **metrics})
+        case "dpo":
+            per_token, metrics = dpo_loss(
+                tokens.log_probs, tokens.reference_log_probs, tokens.sequences, loss.dpo
+            )
             return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy, **metrics})
     surrogate, metrics = _surrogate(tokens, loss)
     kl = _kl(tokens, loss)

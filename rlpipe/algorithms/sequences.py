@@ -1,4 +1,4 @@
-"""Means over whole samples when a rank has only a part of their tokens.
+"""Sums and means over whole samples when a rank has only a part of their tokens.
 
 A micro-batch has n tokens of a batch of N samples. With context parallelism the tokens of a sample
 are distributed over several ranks. `Sequences.total` sums over these ranks, with gradient.
@@ -29,6 +29,11 @@ class Sequences:
     """[N] → [N]: sum over the ranks that share the samples, with gradient. A collective: each of
     these ranks must call it the same number of times."""
 
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the values over each sample, with gradient; [n] → [N]."""
+        zeros = torch.zeros(len(self.counts), dtype=values.dtype, device=values.device)
+        return self.total(zeros.index_add(0, self.sample, values))
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return for each token the mean of the values over its sample, with gradient.
 
@@ -36,6 +41,5 @@ class Sequences:
 
         Shapes: values [n], of tokens with mask 1; returns [n].
         """
-        zeros = torch.zeros(len(self.counts), dtype=values.dtype, device=values.device)
-        sums = self.total(zeros.index_add(0, self.sample, values))
+        sums = self.sums(values)
         return (sums / self.counts.to(values.dtype).clamp(min=1))[self.sample]

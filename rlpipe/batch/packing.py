@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.batch.columns import BatchColumns
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.types import Record
 
@@ -81,6 +82,7 @@ def plan(
     balance_by_flops: bool = True,
     order: Sequence[int] | np.ndarray | None = None,
     attention_length: float = ATTENTION_LENGTH,
+    whole_rollouts: bool = False,
 ) -> PackingPlan:
     """Split a batch into optimizer steps, and each step into micro-batches of about equal cost.
 
@@ -95,6 +97,8 @@ def plan(
     L (1 + L / attention_length), or L without `balance_by_flops`. Two packings are made: costliest
     sample first into the cheapest bin, and the largest differencing method of Karmarkar and Karp.
     The packing with the cheaper largest bin is taken.
+
+    With `whole_rollouts` the samples of a rollout stay in one bin, alone if they exceed it.
 
     Raises: DataError for an empty batch or a bad `order`; ConfigError for sizes below 1.
     """
@@ -114,10 +118,15 @@ def plan(
     cost = lengths * (1 + lengths / attention_length) if balance_by_flops else lengths.astype(float)
     size = np.minimum(lengths, max_tokens) if micro_batch_size is None else np.ones_like(lengths)
     capacity = max_tokens if micro_batch_size is None else micro_batch_size
-    packed = tuple(
-        _pack_step(np.concatenate([rollouts[i] for i in part]), cost, size, capacity, data_parallel)
-        for part in np.array_split(np.arange(len(rollouts)), min(steps, len(rollouts)))
-    )
+    parts = np.array_split(np.arange(len(rollouts)), min(steps, len(rollouts)))
+    if whole_rollouts:
+        cost = np.array([cost[samples].sum() for samples in rollouts])
+        size = np.minimum([size[samples].sum() for samples in rollouts], capacity)
+    else:
+        parts = [np.concatenate([rollouts[i] for i in part]) for part in parts]
+    packed = tuple(_pack_step(part, cost, size, capacity, data_parallel) for part in parts)
+    if whole_rollouts:
+        packed = tuple(_samples_of(step, rollouts) for step in packed)
     return PackingPlan(
         num_samples=len(lengths), data_parallel=data_parallel, max_tokens=max_tokens, steps=packed
     )
@@ -162,6 +171,27 @@ def scoring_plan(
 def step_samples(step: Step) -> np.ndarray:
     """Return the samples that all ranks train in a step, ascending. int64."""
     return np.sort(np.array([i for rank in step for micro in rank for i in micro], np.int64))
+
+
+def check_pairs(batch: BatchColumns, packing: PackingPlan) -> None:
+    """Check that each two samples are a pair, one rollout, and in one micro-batch.
+
+    Raises: DataError otherwise.
+    """
+    rollouts = batch.sizes.rollouts
+    first = rollouts[::2]
+    pairs = len(rollouts) % 2 == 0 and (first == rollouts[1::2]).all()
+    micro_batches = (np.array(m, np.int64) for step in packing.steps for rank in step for m in rank)
+    split = any(len(m) % 2 or (m[::2] + 1 != m[1::2]).any() for m in micro_batches)
+    if not pairs or len(np.unique(first)) != len(first) or split:
+        raise DataError(
+            "the batch or its packing is not of preference pairs",
+            where="train/batch",
+            found=f"{len(rollouts)} samples of {len(np.unique(rollouts))} rollouts"
+            + (", split pairs" if split else ""),
+            expected="two samples a rollout, chosen and rejected, in one micro-batch",
+            do="train rows with data.prompts.rejected_key",
+        )
 
 
 def shares_of(packing: PackingPlan) -> list[list[int]]:
@@ -240,6 +270,14 @@ def _pack_step(
         packings.append(differenced)
     steps = (_deal(bins, cost, data_parallel, per_rank) for bins in packings)
     return min(steps, key=lambda step: _largest_costs(step, cost))
+
+
+def _samples_of(step: Step, rollouts: list[np.ndarray]) -> Step:
+    """Return a step of rollouts as a step of their samples."""
+    return tuple(
+        tuple(tuple(sorted(i for r in micro for i in rollouts[r].tolist())) for micro in rank)
+        for rank in step
+    )
 
 
 def _largest_costs(step: Step, cost: np.ndarray) -> tuple[float, float]:

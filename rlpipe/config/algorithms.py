@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rlpipe.config.base import Config, Tuning
+from rlpipe.config.data import DataConfig
+from rlpipe.config.rollout import RolloutConfig
 
 Divergence = Literal["k1", "k2", "k3", "low_var_kl"]
 Level = Literal["token", "sequence", "geometric"]
@@ -153,12 +155,39 @@ class AdvantageConfig(Config):
         return self
 
 
+class DpoConfig(Config):
+    """The loss of preference pairs, under TRL's names."""
+
+    loss_type: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
+    """`sigmoid`: DPO. `robust`: DPO if a share label_smoothing of the labels is wrong. `hinge`:
+    SLiC. `ipo`: squared distance of the margin per token from 1 / (2 beta)."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the reference: rewards are beta × (log-prob - reference's log-prob)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of pairs in the wrong order, for sigmoid and robust."""
+    reference_free: bool = False
+    """True: the reference gives all responses the same probability. False: needs
+    advantage.reference."""
+    rpo_alpha: float = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood per token of the chosen response; 0: no such term."""
+
+    @model_validator(mode="after")
+    def _smoothing_has_an_effect(self):
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"label_smoothing is for loss_type sigmoid and robust; found {self.loss_type}"
+            )
+        return self
+
+
 class LossConfig(Config):
     """The loss of one optimizer step."""
 
-    type: Literal["policy", "sft", "custom"] = "policy"
-    """`policy`: reinforcement learning. `sft`: cross-entropy of supervised rows. `custom`:
-    custom_loss_function_path."""
+    type: Literal["policy", "sft", "dpo", "custom"] = "policy"
+    """`policy`: reinforcement learning. `sft`: cross-entropy of supervised rows. `dpo`: preference
+    pairs, of data.prompts.rejected_key. `custom`: custom_loss_function_path."""
+    dpo: DpoConfig = DpoConfig()
+    """Settings of `type: dpo`."""
     surrogate: Literal["clip", "gspo", "cispo"] = "clip"
     """Use of the probability ratio. `clip`: PPO's clipped ratio per token. `gspo`: the same with
     one ratio per sequence. `cispo`: a clipped ratio without gradient weighs the log-prob. The
@@ -292,7 +321,20 @@ class LossConfig(Config):
             raise ValueError("type: custom and custom_loss_function_path need each other")
         if self.custom_tis_function_path and not self.use_tis:
             raise ValueError("custom_tis_function_path needs use_tis: true")
+        other_sums = ("calculate_per_token_loss", "constant_length", "entropy_coef")
+        if self.compares_pairs and (wrong := [key for key in other_sums if getattr(self, key)]):
+            raise ValueError(f"type: {self.type} is a mean over pairs; remove {', '.join(wrong)}")
         return self
+
+    @property
+    def compares_pairs(self) -> bool:
+        """True if the loss compares the two responses of a preference row."""
+        return self.type == "dpo"
+
+    @property
+    def reads_reference(self) -> bool:
+        """True if a loss without advantages reads the reference's log-probs."""
+        return self.type == "dpo" and not self.dpo.reference_free
 
     @property
     def corrects(self) -> str:
@@ -384,6 +426,34 @@ def comparison_problem(
     )
 
 
+def supervised_conflict(
+    advantage: AdvantageConfig, loss: LossConfig, rollout: RolloutConfig, data: DataConfig
+) -> str | None:
+    """Describe the conflict of settings of supervised and preference rows; None if they fit."""
+    supervised = rollout.type == "dataset"
+    wrong_loss = loss.type in (("policy",) if supervised else ("sft", "dpo"))
+    if wrong_loss or supervised != (advantage.advantage_estimator == "none"):
+        return (
+            "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or dpo or "
+            "custom) and advantage.advantage_estimator: none; found "
+            f"{rollout.type}, {loss.type}, {advantage.advantage_estimator}"
+        )
+    pairs = getattr(data.prompts, "rejected_key", None) is not None
+    if pairs != loss.compares_pairs:
+        found = "with" if pairs else "without"
+        return (
+            "preference rows (data.prompts.rejected_key, type: file) and train.loss.type: dpo need "
+            f"each other; found type: {loss.type} {found} rejected_key"
+        )
+    if pairs and (rollout.n_samples_per_prompt > 1 or rollout.loss_mask_type != "last"):
+        return (
+            "a preference row is one pair, and its last message is trained: expected "
+            "rollout.n_samples_per_prompt: 1 and loss_mask_type: last; found "
+            f"{rollout.n_samples_per_prompt} and {rollout.loss_mask_type}"
+        )
+    return None
+
+
 def algorithm_conflict(
     advantage: AdvantageConfig, loss: LossConfig, num_steps_per_rollout: int
 ) -> str | None:
@@ -395,7 +465,13 @@ def algorithm_conflict(
             "advantage.kl_coef adds the KL to the reward and train.loss.kl_loss_coef adds it to "
             "the loss; remove one of them"
         )
-    if advantage.score_proximal is not False or loss.type == "sft":
+    if loss.type == "dpo" and loss.reads_reference != advantage.reference:
+        return (
+            "train.loss.type: dpo compares with a reference: set advantage.reference: true, or "
+            "false with train.loss.dpo.reference_free: true; found "
+            f"{str(advantage.reference).lower()} and {str(loss.dpo.reference_free).lower()}"
+        )
+    if advantage.score_proximal is not False or loss.type in ("sft", "dpo"):
         return None
     if loss.corrects:
         return (

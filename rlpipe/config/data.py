@@ -27,6 +27,10 @@ class FilePrompts(Config):
     label_key: str | None = None
     """Column with the reference answer: a string or a number, or a JSON object or list for
     functions of yours. None: no such column."""
+    rejected_key: str | None = None
+    """Column with the rejected response of preference rows; label_key is the chosen one. Both are
+    strings, or lists of chat messages, which may repeat the prompt. A row without the column of
+    the prompt has the common beginning of both as its prompt. None: no preference rows."""
     metadata_key: str | None = "metadata"
     """Column with a JSON object for rewards and hooks. A row may have no such object. None: no such
     column."""
@@ -69,6 +73,11 @@ class FilePrompts(Config):
     def _pattern_has_a_label(self):
         if self.label_pattern is not None and self.label_key is None:
             raise ValueError("label_pattern is for the label; set label_key, its column")
+        if self.rejected_key is not None and (self.label_key is None or self.label_pattern):
+            raise ValueError(
+                "rejected_key needs label_key, the column of the chosen response, without "
+                "label_pattern"
+            )
         return self
 
 

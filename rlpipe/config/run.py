@@ -15,6 +15,7 @@ from rlpipe.config.algorithms import (
     algorithm_conflict,
     comparison_problem,
     set_surrogate,
+    supervised_conflict,
 )
 from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig
@@ -272,13 +273,9 @@ class RunConfig(Config):
             )
         if self.reference.ref_update_interval and not self.advantage.reference:
             raise ValueError("reference.ref_update_interval needs advantage.reference: true")
-        wrong_loss = self.train.loss.type == ("policy" if supervised else "sft")
-        if wrong_loss or supervised != (self.advantage.advantage_estimator == "none"):
-            raise ValueError(
-                "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or custom)"
-                " and advantage.advantage_estimator: none; found "
-                f"{self.rollout.type}, {self.train.loss.type}, {self.advantage.advantage_estimator}"
-            )
+        conflict = supervised_conflict(self.advantage, self.train.loss, self.rollout, self.data)
+        if conflict:
+            raise ValueError(conflict)
         return self
 
     @model_validator(mode="after")
@@ -411,7 +408,8 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _replayed_routing_has_a_source(self):
         from_engines = self.train.use_rollout_routing_replay
-        scored = self.advantage.score_proximal is not False and self.train.loss.type != "sft"
+        supervised = self.train.loss.type in ("sft", "dpo")
+        scored = self.advantage.score_proximal is not False and not supervised
         if self.train.use_routing_replay and not (from_engines or scored):
             raise ValueError(
                 "train.use_routing_replay replays the routing of the scoring pass; it needs "

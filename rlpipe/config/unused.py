@@ -46,7 +46,7 @@ def _estimator(*names: str) -> Condition:
 
 def _has_policy_loss(c: RunConfig) -> bool:
     """True for a policy loss, and for a user function that replaces it."""
-    return c.train.loss.type != "sft"
+    return c.train.loss.type in ("policy", "custom")
 
 
 def _has_files(c: RunConfig) -> bool:
@@ -222,6 +222,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         _has_policy_loss,
         "train.loss.type: policy",
     ),
+    _needs("train.loss.dpo", lambda c: c.train.loss.type == "dpo", "train.loss.type: dpo"),
     _needs(
         "train.loss.eps_clip_c",
         lambda c: c.train.loss.surrogate != "cispo",

@@ -22,6 +22,7 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from rlpipe.config.data import FilePrompts, PromptSource
+from rlpipe.data.preferences import preference
 from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
 from rlpipe.errors import DataError
 from rlpipe.store.labels import label_text
@@ -48,6 +49,8 @@ class PromptRow:
     label: Label | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     where: str = ""
+    rejected: str | None = None
+    """The rejected response of a preference row; `label` is the chosen one."""
 
 
 class StreamedPrompts(Sequence[PromptRow]):
@@ -159,6 +162,7 @@ def _prompt_row(
 ) -> PromptRow:
     """Convert a row of a file. `key`: of the source. Raises: DataError if the row is not valid."""
     label = None
+    rejected = None
     if source.label_key is not None:
         value = _value(content, source.label_key, f"{key}.label_key", where)
         of_label = in_column(where, source.label_key)
@@ -166,7 +170,14 @@ def _prompt_row(
         if source.label_pattern is not None:
             label = _matched(label, source.label_pattern, f"{key}.label_pattern", of_label)
     of_prompt = in_column(where, source.input_key)
-    prompt = _prompt(_value(content, source.input_key, f"{key}.input_key", where), of_prompt)
+    if source.rejected_key is None:
+        prompt = _prompt(_value(content, source.input_key, f"{key}.input_key", where), of_prompt)
+    else:
+        value = _value(content, source.rejected_key, f"{key}.rejected_key", where)
+        other = _label(value, in_column(where, source.rejected_key))
+        given = content.get(source.input_key)
+        prompt = None if given is None else _prompt(given, of_prompt)
+        prompt, label, rejected = preference(prompt, label, other, where)
     if source.prompt_format != PLAIN_PROMPT:
         prompt = _formatted(prompt, source.prompt_format, key, of_prompt)
     metadata = _metadata(content, source.metadata_key, where)
@@ -180,7 +191,7 @@ def _prompt_row(
                 do="keep one of them",
             )
         metadata = {**metadata, "tools": tools}
-    return PromptRow(prompt, label, metadata, where)
+    return PromptRow(prompt, label, metadata, where, rejected)
 
 
 def in_column(where: str, column: str) -> str:

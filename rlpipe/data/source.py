@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +242,8 @@ class DataSource:
         )
 
     def _encode(self, row: PromptRow) -> Encoded:
+        if row.rejected is not None:
+            return encode_preference(self._tokenizer, row, self._data, self._rollout)
         if self._rollout.type == "dataset":
             return encode_supervised(self._tokenizer, row, self._data, self._rollout)
         return encode_prompt(
@@ -308,6 +311,27 @@ class DataSource:
         if self._data.overlong_prompts != "drop":
             return order[offset:]
         return [number for number in order[offset:] if number not in self._overlong]
+
+
+def encode_preference(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
+) -> Encoded:
+    """Encode a preference row; both responses follow the same prompt.
+
+    Each response is encoded as by `encode_supervised`. Raises: as `encode_supervised`.
+    """
+    rows = (row, replace(row, label=row.rejected))
+    chosen, rejected = (encode_supervised(tokenizer, one, data, rollout) for one in rows)
+    # A limit of prompt and response together cuts more of the prompt of the longer response.
+    shorter = min(chosen, rejected, key=lambda encoded: len(encoded.prompt_ids))
+    return replace(
+        chosen,
+        # The messages of a chat row would contain the chosen response.
+        prompt=shorter.prompt if isinstance(shorter.prompt, str) else row.prompt,
+        prompt_ids=shorter.prompt_ids,
+        rejected_ids=rejected.response_ids,
+        overlong=chosen.overlong or rejected.overlong,
+    )
 
 
 def overlong_rows(
@@ -420,6 +444,7 @@ def _planned_group(
         ),
         response_ids=encoded.response_ids,
         loss_mask=encoded.loss_mask,
+        rejected_ids=encoded.rejected_ids,
     )
 
 

@@ -62,6 +62,8 @@ class Encoded:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
     loss_mask: tuple[int, ...] = ()
+    rejected_ids: tuple[int, ...] = ()
+    """The rejected response of a preference row; `response_ids` is the chosen one."""
     overlong: Overlong | None = None
     """Set if the prompt exceeds its limit. It was cut, or the caller must drop the row."""
 

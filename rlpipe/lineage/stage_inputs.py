@@ -245,6 +245,8 @@ def _advantage_settings(config: RunConfig) -> dict[str, Any]:
         scores_proximal(config) or config.num_steps_per_rollout > 1
     ):
         settings["proximal_log_probs"] = True
+    if config.train.loss.reads_reference:
+        settings["reference_log_probs"] = True
     if config.advantage.use_opd:
         settings["teacher"] = config.teacher.identity()
     if config.advantage.reference:

@@ -143,6 +143,8 @@ class SupervisedRows:
         """Return one completed sample per seed, with the planned response and loss mask and without
         log-probs.
 
+        A preference row is one rollout of two samples: the chosen response, then the rejected one.
+
         Raises: DataError if the plan has no response, or a loss mask of another length.
         """
         num_tokens = len(group.response_ids)
@@ -152,7 +154,17 @@ class SupervisedRows:
                 where=f"group {group.group_id}",
                 found=f"{num_tokens} response tokens, loss mask of {len(group.loss_mask)}",
             )
-        return [self._sample(group, index) for index in range(len(group.seeds))]
+        samples = [self._sample(group, index) for index in range(len(group.seeds))]
+        return self._pair(group, *samples) if group.rejected_ids else samples
+
+    def _pair(self, group: PlannedGroup, chosen: Sample) -> list[Sample]:
+        other = {"response_ids": group.rejected_ids, "loss_mask": ()}
+        rejected = self._sample(group.model_copy(update=other), 0)
+        rejected.index = 1
+        for sample, name in ((chosen, "chosen"), (rejected, "rejected")):
+            sample.rollout_id = 0
+            sample.metadata["preference"] = name
+        return [chosen, rejected]
 
     def _sample(self, group: PlannedGroup, index: int) -> Sample:
         sample = planned_sample(group, index)

@@ -150,7 +150,9 @@ def _derived(config: RunConfig) -> dict[str, Any]:
         "global_batch_size": config.train.global_batch_size or config.samples_per_iteration,
         "num_steps_per_rollout": config.num_steps_per_rollout,
         "eps_clip_high": loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high,
-        "loss_type": {ours: theirs for theirs, ours in LOSS_TYPES.items()}[loss.type],
+        "loss_type": {ours: theirs for theirs, ours in LOSS_TYPES.items()}.get(
+            loss.type, f"{loss.type}_loss"
+        ),
         "use_kl_loss": bool(loss.kl_loss_coef) or config.flags.get("use_kl_loss", False),
         "kl_loss_coef": loss.kl_loss_coef,
         "bf16": config.model.dtype == "bfloat16",

@@ -339,6 +339,34 @@ def test_with_micro_batch_size_the_numbers_of_samples_stay_even(
     assert largest <= max(cost[members].sum() for members in differenced) * (1 + 1e-12)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40),
+    st.integers(1, 12),
+    st.integers(1, 200),
+    st.integers(1, 3),
+    st.sampled_from([None, 1, 3, 4]),
+)
+def test_whole_rollouts_stay_in_one_micro_batch(
+    pairs, global_batch_size, max_tokens, data_parallel, micro_batch_size
+):
+    lengths = np.array(pairs).reshape(-1)
+    made = plan(
+        lengths,
+        global_batch_size=global_batch_size,
+        max_tokens=max_tokens,
+        data_parallel=data_parallel,
+        rollout=np.repeat(np.arange(len(pairs)), 2),
+        micro_batch_size=micro_batch_size,
+        whole_rollouts=True,
+    )
+    made.check(len(lengths), data_parallel)
+    assert len(made.steps) == -(-len(pairs) // global_batch_size)
+    for micro in (micro for step in made.steps for rank in step for micro in rank):
+        assert [i + 1 for i in micro[::2]] == list(micro[1::2])
+        size = len(micro) if micro_batch_size else sum(int(lengths[i]) for i in micro)
+        assert len(micro) <= 2 or size <= (micro_batch_size or max_tokens)
+
+
 def test_the_same_batch_gives_the_same_plan():
     lengths = np.random.default_rng(2).integers(1, 50, 400)
     plans = [

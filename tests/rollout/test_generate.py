@@ -149,6 +149,18 @@ async def test_supervised_rows_take_the_given_response():
         await SupervisedRows(decode=_decode)(GROUP)
 
 
+async def test_a_preference_row_is_one_rollout_of_two_samples():
+    group = GROUP.model_copy(
+        update={"response_ids": (8, END), "rejected_ids": (9, 9, END), "seeds": (10,)}
+    )
+    samples = await SupervisedRows(decode=_decode)(group)
+    assert [sample.response_ids for sample in samples] == [[8, END], [9, 9, END]]
+    assert [sample.loss_mask for sample in samples] == [[1, 1], [1, 1, 1]]
+    assert [(sample.index, sample.rollout_id) for sample in samples] == [(0, 0), (1, 0)]
+    assert [sample.metadata["preference"] for sample in samples] == ["chosen", "rejected"]
+    assert group.metadata == {"k": 1}
+
+
 def test_an_aborted_response_with_a_stop_token_ends_there():
     """Without tokens of the second version there is no run of it."""
     versions = [(2, "b@3@d"), (1, "b@4@d")]

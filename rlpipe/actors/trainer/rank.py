@@ -438,6 +438,7 @@ class Rank(ABC, Generic[E]):
             micro_batch_size=spec.train.micro_batch_size,
             balance_by_flops=spec.train.balance_by_flops,
             attention_length=attention_length(model_config),
+            whole_rollouts=spec.train.loss.compares_pairs,
         )
 
     def _recorded_packing(self, key: str) -> PackingPlan | None:

@@ -83,8 +83,9 @@ class TrainerRank(Rank[MegatronEngine]):
         start = time.perf_counter()
         engine, spec = self._require(before)
         supervised = spec.advantage.advantage_estimator == "none"
+        scored = not supervised or spec.train.loss.reads_reference
         # The rows of all ranks together grow with the square of the ranks.
-        alone = supervised or never_scores(spec)
+        alone = not scored or never_scores(spec)
         if self.rank > 0 and alone:
             return None
         chosen = self._batch(before=before, version=version, alone=alone, **rows)
@@ -92,7 +93,7 @@ class TrainerRank(Rank[MegatronEngine]):
         batch = chosen.batch(with_samples=bool(spec.advantage.hooks)) if self.rank == 0 else None
         scores: dict[str, np.ndarray | None] = {}
         speed: dict[str, float] = {}
-        if not supervised:
+        if scored:
             if batch is None:
                 columns = self._scored_samples(chosen)
             else:
@@ -126,6 +127,8 @@ class TrainerRank(Rank[MegatronEngine]):
     def _scores(self, batch: BatchSizes) -> bool:
         """True if the policy scores this batch before it is trained."""
         _, spec = self._ready()
+        if spec.advantage.advantage_estimator == "none":
+            return False
         if spec.score_proximal is not None:
             return spec.score_proximal
         # User functions may give a batch more rollouts than the configuration says.

@@ -23,7 +23,7 @@ from rlpipe.algorithms.importance import correct
 from rlpipe.algorithms.objective import CustomLoss, Objective, TokenBatch, objective
 from rlpipe.algorithms.sequences import Sequences, local_total
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.batch.packing import PackingPlan, step_samples
+from rlpipe.batch.packing import PackingPlan, check_pairs, step_samples
 from rlpipe.config.algorithms import LossConfig
 from rlpipe.engines.megatron import platform
 from rlpipe.errors import DataError, TrainerError
@@ -193,11 +193,13 @@ def _routing_context(trained: TrainedModel, batch: BatchColumns) -> Iterator[For
 
 
 def _check_columns(batch: BatchColumns, packing: PackingPlan, loss: LossConfig) -> None:
+    if loss.compares_pairs:
+        check_pairs(batch, packing)
     policy = loss.type == "policy"
     needed = {
         "advantages": policy,
         "proximal_log_probs": policy and not _steps_give_proximal(packing, loss),
-        "reference_log_probs": policy and loss.kl_loss_coef > 0,
+        "reference_log_probs": (policy and loss.kl_loss_coef > 0) or loss.reads_reference,
         "rollout_log_probs": policy and (bool(loss.corrects) or loss.use_rollout_logprobs),
     }
     missing = [name for name, used in needed.items() if used and getattr(batch, name) is None]
