@@ -8,6 +8,7 @@ import tomllib
 from functools import cache
 from importlib.metadata import requires, version
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -60,22 +61,34 @@ def module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=name(path))
+class Facts(NamedTuple):
+    """What the rules read from a file. Trees are not kept: those of all files need gigabytes."""
+
+    docstring: str
+    statements: int
+    """Number of statements of the module."""
+    long_functions: tuple[str, ...]
+    imports: tuple[tuple[int, str], ...]
+    """(line, imported module) of every import, inside functions too. `from a import b` counts as
+    `a.b`."""
 
 
 @cache
-def imports(path: Path) -> tuple[tuple[int, str], ...]:
-    """(line, imported module) of every import, inside functions too. `from a import b` counts as
-    `a.b`."""
+def facts(path: Path) -> Facts:
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=name(path))
+    long: list[str] = []
     found: list[tuple[int, str]] = []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                long.append(f"{name(path)}:{node.lineno} {node.name}: {lines} lines")
+        elif isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name(path)}:{node.lineno}: a relative import"
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return tuple(found)
+    return Facts(ast.get_docstring(tree) or "", len(tree.body), tuple(long), tuple(found))
 
 
 def inside(what: str, rooms: tuple[str, ...]) -> bool:
@@ -87,9 +100,7 @@ def layer(what: str) -> int | None:
 
 
 def test_every_file_says_what_it_is():
-    silent = [
-        name(path) for path in sources(*PACKAGES, "tests") if not ast.get_docstring(tree(path))
-    ]
+    silent = [name(path) for path in sources(*PACKAGES, "tests") if not facts(path).docstring]
     assert silent == []
 
 
@@ -99,20 +110,12 @@ def test_a_file_of_more_than_500_lines_says_why_in_its_docstring():
         for path in sources(*PACKAGES, "tests")
         if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES
     ]
-    assert [
-        name(path)
-        for path in long
-        if "One file because" not in (ast.get_docstring(tree(path)) or "")
-    ] == []
+    assert [name(path) for path in long if "One file because" not in facts(path).docstring] == []
 
 
 def test_no_function_is_longer_than_60_lines():
     too_long = [
-        f"{name(path)}:{node.lineno} {node.name}: {lines} lines"
-        for path in sources(*PACKAGES, "tests")
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+        function for path in sources(*PACKAGES, "tests") for function in facts(path).long_functions
     ]
     assert too_long == []
 
@@ -156,7 +159,7 @@ def test_packages_export_nothing():
     loud = [
         name(path)
         for path in sources(*PACKAGES)
-        if path.name == "__init__.py" and len(tree(path).body) > 1
+        if path.name == "__init__.py" and facts(path).statements > 1
     ]
     assert loud == []
 
@@ -165,7 +168,7 @@ def test_imports_go_down_the_layers():
     wrong = []
     for path in sources(*PACKAGES):
         mine = layer(module(path))
-        for line, imported in imports(path):
+        for line, imported in facts(path).imports:
             other = layer(imported)
             if mine is None or other is None or other < mine or mine in SIBLINGS:
                 continue
@@ -181,7 +184,7 @@ def test_third_parties_are_imported_only_in_their_rooms(package):
     wrong = [
         f"{name(path)}:{line}"
         for path in sources(*PACKAGES)
-        for line, imported in imports(path)
+        for line, imported in facts(path).imports
         if imported.partition(".")[0] == package and not inside(module(path), HOMES[package])
     ]
     assert wrong == []
