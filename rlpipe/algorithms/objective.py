@@ -27,7 +27,7 @@ from rlpipe.algorithms.losses import (
     sequence_policy_loss,
     sft_loss,
 )
-from rlpipe.algorithms.preference import dpo_loss
+from rlpipe.algorithms.preference import dpo_loss, reward_loss
 from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import LossConfig
 
@@ -87,28 +87,43 @@ def objective(tokens: TokenBatch, loss: LossConfig, custom: CustomLoss | None = 
     match loss.type:
         case "sft":
             per_token = sft_loss(tokens.log_probs) - loss.entropy_coef * tokens.entropy
-            return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy})
+            return _weighted_sum(tokens.weight, per_token, {"entropy": tokens.entropy})
         case "custom":
             assert custom is not None
             per_token, metrics = custom(tokens)
-            return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy, **metrics})
+            return _weighted_sum(tokens.weight, per_token, {"entropy": tokens.entropy, **metrics})
         case "dpo":
             per_token, metrics = dpo_loss(
                 tokens.log_probs, tokens.reference_log_probs, tokens.sequences, loss.dpo
             )
-            return _weighted_sum(tokens, per_token, {"entropy": tokens.entropy, **metrics})
+            return _weighted_sum(tokens.weight, per_token, {"entropy": tokens.entropy, **metrics})
     surrogate, metrics = _surrogate(tokens, loss)
     kl = _kl(tokens, loss)
     regularisation = loss.kl_loss_coef * kl - loss.entropy_coef * tokens.entropy
     metrics |= {"entropy": tokens.entropy, "kl_loss": kl}
     if tokens.policy_weight is None:
-        return _weighted_sum(tokens, surrogate + regularisation, {"pg_loss": surrogate, **metrics})
+        return _weighted_sum(
+            tokens.weight, surrogate + regularisation, {"pg_loss": surrogate, **metrics}
+        )
     # A custom reducer weights the surrogate only.
-    regularised = _weighted_sum(tokens, regularisation, metrics)
+    regularised = _weighted_sum(tokens.weight, regularisation, metrics)
     policy = (tokens.policy_weight * surrogate).sum()
     total = regularised.loss + policy
     final = {**regularised.metrics, "loss": total.detach(), "pg_loss": policy.detach()}
     return Objective(total, final)
+
+
+def reward_objective(
+    values: torch.Tensor, weight: torch.Tensor, sequences: Sequences, loss: LossConfig
+) -> Objective:
+    """Return the objective of a reward model. Metrics: loss and those of `reward_loss`.
+
+    Shapes: values [n], of the last token of each sample; weight [n].
+    """
+    per_sample, metrics = reward_loss(
+        values, sequences, center_rewards_coefficient=loss.center_rewards_coefficient
+    )
+    return _weighted_sum(weight, per_sample, metrics)
 
 
 def _kl(tokens: TokenBatch, loss: LossConfig) -> torch.Tensor:
@@ -172,11 +187,11 @@ def _policy_loss(
 
 
 def _weighted_sum(
-    tokens: TokenBatch, per_token: torch.Tensor, metrics: dict[str, torch.Tensor]
+    weight: torch.Tensor, per_token: torch.Tensor, metrics: dict[str, torch.Tensor]
 ) -> Objective:
     """Return the weighted sums of the loss and of every metric."""
-    total = (tokens.weight * per_token).sum()
+    total = (weight * per_token).sum()
     # One matrix product for all metrics instead of one reduction each.
-    values = torch.stack([column.detach() for column in metrics.values()]) @ tokens.weight
+    values = torch.stack([column.detach() for column in metrics.values()]) @ weight
     sums = dict(zip(metrics, values.unbind(), strict=True))
     return Objective(total, {"loss": total.detach(), **sums})

@@ -17,6 +17,23 @@ from rlpipe.algorithms.sequences import Sequences
 from rlpipe.config.algorithms import DpoConfig
 
 
+def reward_loss(
+    values: torch.Tensor, sequences: Sequences, *, center_rewards_coefficient: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the Bradley-Terry loss of each row's pair, with gradient, and metrics.
+
+    L = -log σ(r_chosen - r_rejected) + c (r_chosen + r_rejected)².
+
+    Shapes: values [n], the reward at the last token of each sample; returns [n]. Metrics:
+    rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
+
+    Source: arXiv 1706.03741; centering arXiv 2312.09244. TRL's RewardTrainer has the same loss.
+    """
+    chosen, rejected = sequences.sums(values).view(-1, 2).unbind(1)
+    loss = -logsigmoid(chosen - rejected) + center_rewards_coefficient * (chosen + rejected) ** 2
+    return _of_rows(loss, _rewards(chosen, rejected), sequences)
+
+
 def dpo_loss(
     log_probs: torch.Tensor,
     reference_log_probs: torch.Tensor | None,
@@ -62,15 +79,26 @@ def dpo_loss(
             loss = (one - other - 1 / (2 * config.beta)) ** 2
     if config.rpo_alpha:
         loss = loss - config.rpo_alpha * (of_samples / lengths).view(-1, 2)[:, 0]
-    log_probs_of = of_samples.detach().view(-1, 2).unbind(1)
-    rewards = [config.beta * ratio.detach() for ratio in (chosen, rejected)]
-    metrics = {
-        "rewards/chosen": rewards[0],
-        "rewards/rejected": rewards[1],
-        "rewards/margins": rewards[0] - rewards[1],
-        "rewards/accuracies": (rewards[0] > rewards[1]).to(loss.dtype),
-        "logps/chosen": log_probs_of[0],
-        "logps/rejected": log_probs_of[1],
+    log_probs_of = of_samples.detach().view(-1, 2)
+    metrics = _rewards(config.beta * chosen, config.beta * rejected)
+    metrics |= {"logps/chosen": log_probs_of[:, 0], "logps/rejected": log_probs_of[:, 1]}
+    return _of_rows(loss, metrics, sequences)
+
+
+def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return metrics of the rewards [pairs] of each pair, without gradient."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
     }
+
+
+def _of_rows(
+    loss: torch.Tensor, metrics: dict[str, torch.Tensor], sequences: Sequences
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return values of pairs as the values [n] of the rows of each pair."""
     pair = sequences.sample // 2
     return loss[pair], {name: values[pair] for name, values in metrics.items()}

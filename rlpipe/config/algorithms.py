@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlpipe.config.base import Config, Tuning
-from rlpipe.config.data import DataConfig
-from rlpipe.config.rollout import RolloutConfig
+
+if TYPE_CHECKING:
+    from rlpipe.config.run import RunConfig
 
 Divergence = Literal["k1", "k2", "k3", "low_var_kl"]
 Level = Literal["token", "sequence", "geometric"]
@@ -32,6 +33,8 @@ CENTERED_BY_GROUP = (*SCALED_BY_GROUP, "reinforce_plus_plus_baseline")
 """Estimators that subtract the group's mean reward if `rewards_normalization` is on. (rloo always
 subtracts it.)"""
 
+SUPERVISED = ("sft", "dpo", "reward_model")
+"""Losses of rows that no engine sampled."""
 SLIME_CORRECTIONS = {
     "slime.backends.megatron_utils.loss.icepop_function": "icepop",
     "slime.backends.megatron_utils.loss.vanilla_tis_function": "clip",
@@ -174,20 +177,21 @@ class DpoConfig(Config):
     @model_validator(mode="after")
     def _smoothing_has_an_effect(self):
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
-            raise ValueError(
-                f"label_smoothing is for loss_type sigmoid and robust; found {self.loss_type}"
-            )
+            raise ValueError(f"label_smoothing has no effect on loss_type: {self.loss_type}")
         return self
 
 
 class LossConfig(Config):
     """The loss of one optimizer step."""
 
-    type: Literal["policy", "sft", "dpo", "custom"] = "policy"
+    type: Literal["policy", "sft", "dpo", "reward_model", "custom"] = "policy"
     """`policy`: reinforcement learning. `sft`: cross-entropy of supervised rows. `dpo`: preference
-    pairs, of data.prompts.rejected_key. `custom`: custom_loss_function_path."""
+    pairs, of data.prompts.rejected_key. `reward_model`: the same pairs train a model with one
+    output, the reward. `custom`: custom_loss_function_path."""
     dpo: DpoConfig = DpoConfig()
     """Settings of `type: dpo`."""
+    center_rewards_coefficient: float = Field(default=0.0, ge=0)
+    """Reward model: weight of the squared sum of a pair's rewards, which keeps them near 0."""
     surrogate: Literal["clip", "gspo", "cispo"] = "clip"
     """Use of the probability ratio. `clip`: PPO's clipped ratio per token. `gspo`: the same with
     one ratio per sequence. `cispo`: a clipped ratio without gradient weighs the log-prob. The
@@ -329,7 +333,7 @@ class LossConfig(Config):
     @property
     def compares_pairs(self) -> bool:
         """True if the loss compares the two responses of a preference row."""
-        return self.type == "dpo"
+        return self.type in ("dpo", "reward_model")
 
     @property
     def reads_reference(self) -> bool:
@@ -426,29 +430,39 @@ def comparison_problem(
     )
 
 
-def supervised_conflict(
-    advantage: AdvantageConfig, loss: LossConfig, rollout: RolloutConfig, data: DataConfig
-) -> str | None:
+def supervised_conflict(config: RunConfig) -> str | None:
     """Describe the conflict of settings of supervised and preference rows; None if they fit."""
+    rollout = config.rollout
+    loss = config.train.loss
+    estimator = config.advantage.advantage_estimator
     supervised = rollout.type == "dataset"
-    wrong_loss = loss.type in (("policy",) if supervised else ("sft", "dpo"))
-    if wrong_loss or supervised != (advantage.advantage_estimator == "none"):
+    wrong_loss = loss.type in (("policy",) if supervised else SUPERVISED)
+    if wrong_loss or supervised != (estimator == "none"):
         return (
-            "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or dpo or "
-            "custom) and advantage.advantage_estimator: none; found "
-            f"{rollout.type}, {loss.type}, {advantage.advantage_estimator}"
+            "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or dpo, "
+            "reward_model, custom) and advantage.advantage_estimator: none; found "
+            f"{rollout.type}, {loss.type}, {estimator}"
         )
-    pairs = getattr(data.prompts, "rejected_key", None) is not None
+    pairs = getattr(config.data.prompts, "rejected_key", None) is not None
     if pairs != loss.compares_pairs:
         found = "with" if pairs else "without"
         return (
-            "preference rows (data.prompts.rejected_key, type: file) and train.loss.type: dpo need "
-            f"each other; found type: {loss.type} {found} rejected_key"
+            "preference rows (data.prompts.rejected_key, type: file) and train.loss.type: dpo or "
+            f"reward_model need each other; found type: {loss.type} {found} rejected_key"
         )
+    if loss.type == "reward_model":
+        of_policies = {
+            "evaluation.datasets": config.evaluation.datasets,
+            "advantage.reference": config.advantage.reference,
+            "train.lora": config.train.lora,
+            "train.custom_model_provider_path": config.train.custom_model_provider_path,
+            "checkpoint.save_hf": config.checkpoint.save_hf,
+        }
+        if given := [key for key, value in of_policies.items() if value]:
+            return f"type: reward_model generates no text; remove {', '.join(given)}"
     if pairs and (rollout.n_samples_per_prompt > 1 or rollout.loss_mask_type != "last"):
         return (
-            "a preference row is one pair, and its last message is trained: expected "
-            "rollout.n_samples_per_prompt: 1 and loss_mask_type: last; found "
+            "preference rows need rollout.n_samples_per_prompt: 1 and loss_mask_type: last; found "
             f"{rollout.n_samples_per_prompt} and {rollout.loss_mask_type}"
         )
     return None
@@ -471,7 +485,7 @@ def algorithm_conflict(
             "false with train.loss.dpo.reference_free: true; found "
             f"{str(advantage.reference).lower()} and {str(loss.dpo.reference_free).lower()}"
         )
-    if advantage.score_proximal is not False or loss.type in ("sft", "dpo"):
+    if advantage.score_proximal is not False or loss.type in SUPERVISED:
         return None
     if loss.corrects:
         return (

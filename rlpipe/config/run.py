@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.algorithms import (
+    SUPERVISED,
     AdvantageConfig,
     algorithm_conflict,
     comparison_problem,
@@ -273,7 +274,7 @@ class RunConfig(Config):
             )
         if self.reference.ref_update_interval and not self.advantage.reference:
             raise ValueError("reference.ref_update_interval needs advantage.reference: true")
-        conflict = supervised_conflict(self.advantage, self.train.loss, self.rollout, self.data)
+        conflict = supervised_conflict(self)
         if conflict:
             raise ValueError(conflict)
         return self
@@ -408,7 +409,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _replayed_routing_has_a_source(self):
         from_engines = self.train.use_rollout_routing_replay
-        supervised = self.train.loss.type in ("sft", "dpo")
+        supervised = self.train.loss.type in SUPERVISED
         scored = self.advantage.score_proximal is not False and not supervised
         if self.train.use_routing_replay and not (from_engines or scored):
             raise ValueError(

@@ -224,6 +224,11 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     _needs("train.loss.dpo", lambda c: c.train.loss.type == "dpo", "train.loss.type: dpo"),
     _needs(
+        "train.loss.center_rewards_coefficient",
+        lambda c: c.train.loss.type == "reward_model",
+        "train.loss.type: reward_model",
+    ),
+    _needs(
         "train.loss.eps_clip_c",
         lambda c: c.train.loss.surrogate != "cispo",
         "a train.loss.surrogate other than cispo",

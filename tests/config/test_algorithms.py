@@ -199,3 +199,52 @@ def test_reinforce_plus_plus_is_whitened_and_grpo_is_not():
     assert not AdvantageConfig().normalize_advantages
     with pytest.raises(ValidationError, match="advantage_estimator"):
         AdvantageConfig.model_validate({"advantage_estimator": "trpo"})
+
+
+def pairs(loss: dict[str, Any], **sections: Any) -> RunConfig:
+    prompts = {"type": "file", "paths": ["a.jsonl"], "label_key": "c", "rejected_key": "r"}
+    advantage = {
+        "advantage_estimator": "none",
+        "reference": loss["type"] == "dpo" and not loss.get("dpo", {}).get("reference_free"),
+    }
+    base = {
+        "data": {"prompts": prompts},
+        "rollout": {"type": "dataset", "rollout_batch_size": 4},
+        "reward": {"function": {"type": "none"}},
+        "advantage": advantage,
+        "train": {"loss": loss},
+    }
+    return run(**{**base, **sections})
+
+
+DPO = {"type": "dpo"}
+REWARD_MODEL = {"type": "reward_model"}
+
+
+def test_preference_losses_compare_pairs_and_only_dpo_reads_a_reference():
+    free = {"type": "dpo", "dpo": {"reference_free": True}}
+    losses = [pairs(loss).train.loss for loss in (DPO, free, REWARD_MODEL)]
+    assert [loss.compares_pairs for loss in losses] == [True, True, True]
+    assert [loss.reads_reference for loss in losses] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("loss", "sections", "message"),
+    [
+        (DPO, {"advantage": {"advantage_estimator": "none"}}, "compares with a reference"),
+        ({"type": "sft"}, {}, "need each other; found type: sft with rejected_key"),
+        (DPO, {"data": {"prompts": {"type": "file", "paths": ["a"]}}}, "dpo without rejected_key"),
+        (DPO | {"entropy_coef": 0.1}, {}, "mean over pairs; remove entropy_coef"),
+        (DPO | {"calculate_per_token_loss": True}, {}, "remove calculate_per_token_loss"),
+        (DPO | {"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, {}, "no effect on loss_type"),
+        (REWARD_MODEL, {"checkpoint": {"save_hf": "/x/{rollout_id}"}}, "remove checkpoint.save_hf"),
+        (
+            DPO,
+            {"rollout": {"type": "dataset", "rollout_batch_size": 4, "n_samples_per_prompt": 2}},
+            "n_samples_per_prompt: 1",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_preference_rows_are_refused(loss, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        pairs(loss, **sections)

@@ -1,4 +1,4 @@
-"""A whole run of preference pairs, with a kill, a replay and a fork."""
+"""Whole runs of preference pairs, with a kill, a replay and a fork."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.objects.files import Files
@@ -26,7 +30,7 @@ def held_out_rows() -> list[dict[str, str]]:
 def rlpipe(home: Path, *arguments: str) -> str:
     """Return the output of a command that must succeed."""
     command = [sys.executable, "-m", "rlpipe", *arguments, "--home", str(home)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -37,7 +41,7 @@ def train_through_a_kill(home: Path, recipe: str, iterations: int) -> None:
     with LiveRun(home, "--recipe", recipe, *overrides) as run:
         run.wait_until(lambda: committed(home, recipe) >= 3)
         run.kill_part("ray::TrainerRank")
-        assert run.finish(400) == 0, run.output
+        assert run.finish(900) == 0, run.output
     assert committed(home, recipe) == iterations
 
 
@@ -50,8 +54,18 @@ def log_prob(model, tokenizer, prompt: str, response: str) -> float:
     return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(after)[:, None]).sum())
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many small products are slow with several threads on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.long
 @pytest.mark.integration
+@pytest.mark.timeout(1800)
 def test_dpo_learns_held_out_preferences_through_a_kill_and_is_replayed_and_forked(tmp_path):
     home = tmp_path / "home"
     train_through_a_kill(home, "dpo", 8)
@@ -70,3 +84,29 @@ def test_dpo_learns_held_out_preferences_through_a_kill_and_is_replayed_and_fork
 
     rlpipe(home, "fork", "dpo@6", "--run", "ipo", "train.loss.dpo.loss_type=ipo")
     assert check_branch(Files(home / "store"), "ipo") == []
+
+
+@pytest.mark.long
+@pytest.mark.integration
+@pytest.mark.timeout(1800)
+def test_a_reward_model_learns_held_out_preferences_through_a_kill_and_transformers_loads_it(
+    tmp_path,
+):
+    home = tmp_path / "home"
+    train_through_a_kill(home, "reward_model", 16)
+    assert check_branch(Files(home / "store"), "reward_model") == []
+    assert "bit for bit" in rlpipe(home, "replay", "reward_model")
+
+    target = tmp_path / "hf"
+    rlpipe(home, "convert", "dist2hf", "--of", "reward_model", "--output-dir", str(target))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForSequenceClassification.from_pretrained(target, dtype=torch.float32)
+    assert model.num_labels == 1
+
+    @torch.no_grad()
+    def reward(row: dict[str, str], key: str) -> float:
+        ids = tokenizer.encode(row["prompt"] + row[key], add_special_tokens=False)
+        return float(model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits[0, 0])
+
+    right = [reward(row, "chosen") > reward(row, "rejected") for row in held_out_rows()]
+    assert sum(right) / len(right) >= 0.9

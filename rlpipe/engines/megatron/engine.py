@@ -59,7 +59,7 @@ from rlpipe.engines.megatron.model.build import (
 from rlpipe.engines.megatron.process_groups import MegatronRank
 from rlpipe.engines.megatron.results import TrainResult, combined_disk_space, combined_result
 from rlpipe.engines.megatron.train import token_weights
-from rlpipe.engines.megatron.train.critic import Critic
+from rlpipe.engines.megatron.train.critic import Critic, load_head
 from rlpipe.engines.megatron.train.routing import (
     RoutingRecorder,
     RoutingReplay,
@@ -189,7 +189,9 @@ class MegatronEngine(MegatronRank):
         optimizer state stays.
         """
         self._memory.require("optimizer")
-        load_weights(self.trained.bridge, self.trained.chunks, str(model_dir or self._model_dir))
+        source = str(model_dir or self._model_dir)
+        load_weights(self.trained.bridge, self.trained.chunks, source)
+        load_head(self.trained, source, "model.source.hf_checkpoint")
         begin_adapters(self.trained, self._adapter)
         self.trained.optimizer.reload_model_params()
         if self._critic is not None:

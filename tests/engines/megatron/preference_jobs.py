@@ -7,12 +7,13 @@ import numpy as np
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
+from rlpipe.engines.megatron.model.value_model import ValueHead
 from tests.engines.megatron.ranks import engine, held, near
 
 MAX_TOKENS = 40
 
 
-def make_pairs(num_pairs: int = 12, vocabulary: int = 96, seed: int = 0) -> BatchColumns:
+def make_pairs(num_pairs: int = 12, vocabulary: int = 95, seed: int = 0) -> BatchColumns:
     """Return pairs of responses of different lengths to one prompt each."""
     random = np.random.default_rng(seed)
     prompts, responses = [], []
@@ -44,10 +45,14 @@ def train_pairs(rank: int, world_size: int, port: int, model_dir: str, train: di
     try:
         ours.load_hf()
         batch = make_pairs()
-        batch = batch.with_columns(reference_log_probs=near(ours.score(batch), 0.3, 2))
+        if config.loss.reads_reference:
+            batch = batch.with_columns(reference_log_probs=near(ours.score(batch), 0.3, 2))
         packing = pair_plan(ours, batch, 6)
         result = ours.train(held(batch, ours.trained_samples(packing)), packing)
         after = {name: tensor.numpy().copy() for name, tensor in ours.named_hf_tensors()}
+        head = getattr(ours.trained.last_model, "output_layer", None)
+        if isinstance(head, ValueHead):
+            after["score.weight"] = head.weight.detach().float().numpy().copy()
         return {"steps": result.steps, "digest": result.state_digest, "after": after}
     finally:
         ours.close()

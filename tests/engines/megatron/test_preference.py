@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
@@ -122,6 +125,78 @@ def test_two_ranks_train_pairs_as_one_rank(models, alone, two_ranks, layout):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
     for name, weight in alone["after"].items():
         assert np.abs(first["after"][name] - weight).max() < 2e-5, name
+
+
+@pytest.fixture(scope="module")
+def reward_dir(models, tmp_path_factory) -> str:
+    """A directory of transformers' model for sequence classification with one label."""
+    config = AutoConfig.from_pretrained(models["qwen3"])
+    config.num_labels = 1
+    config.pad_token_id = 95  # transformers does not train its embedding; no pair contains it
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForSequenceClassification.from_config(config)
+    directory = str(tmp_path_factory.mktemp("reward"))
+    model.save_pretrained(directory)
+    return directory
+
+
+REWARD_MODEL = {
+    "max_tokens_per_gpu": MAX_TOKENS,
+    "loss": {"type": "reward_model", "center_rewards_coefficient": 0.01},
+    "optimizer": OPTIMIZER,
+}
+
+
+def test_a_reward_model_equals_a_plain_loop_of_transformers_and_torch(reward_dir):
+    found = train_pairs(0, 1, free_port(), reward_dir, REWARD_MODEL)
+    train = TrainConfig.model_validate(REWARD_MODEL)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_dir, dtype=torch.float32)
+    optimizer = reference.make_optimizer(model, train)
+    batch = make_pairs()
+    for number, step in enumerate(found["steps"]):
+        rewards = torch.stack(
+            [
+                model(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0, 0]
+                for start, end in pairwise(batch.offsets[12 * number : 12 * number + 13].tolist())
+            ]
+        )
+        chosen, rejected = rewards[::2], rewards[1::2]
+        loss = -logsigmoid(chosen - rejected).mean()
+        loss = loss + 0.01 * torch.mean((chosen + rejected) ** 2)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])
+        optimizer.step()
+        assert step["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert step["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4, abs=1e-6)
+        right = (chosen > rejected).float().mean().item()
+        assert step["rewards/accuracies"] == pytest.approx(right)
+    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert found["after"].keys() == after.keys()
+    for name, tensor in found["after"].items():
+        assert torch.allclose(torch.from_numpy(tensor), after[name], rtol=1e-4, atol=2e-5), name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_a_reward_model_as_one_rank(reward_dir, reward_alone, two_ranks, layout):
+    train = REWARD_MODEL | LAYOUTS[layout]
+    results = two_ranks.run(train_pairs, reward_dir, train)
+    assert results[0]["steps"] == results[1]["steps"]
+    assert results[0]["digest"] == results[1]["digest"]
+    for found, expected in zip(results[0]["steps"], reward_alone["steps"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    after = results[0]["after"] | results[1]["after"]
+    assert after.keys() == reward_alone["after"].keys()
+    for name, weight in reward_alone["after"].items():
+        assert np.abs(after[name] - weight).max() < 2e-5, name
+
+
+@pytest.fixture(scope="module")
+def reward_alone(reward_dir):
+    return train_pairs(0, 1, free_port(), reward_dir, REWARD_MODEL)
 
 
 def test_split_pairs_and_missing_references_are_refused_before_a_step(models):

@@ -42,7 +42,7 @@ from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
 from rlpipe.engines.megatron.model.lora import add_adapters, check_adapters
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
 from rlpipe.engines.megatron.model.provided import provided_model
-from rlpipe.engines.megatron.model.value_model import ValueModel
+from rlpipe.engines.megatron.model.value_model import RewardModel, ValueModel
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -123,9 +123,11 @@ def build(
 ) -> TrainedModel:
     """Build a model with undefined weights, optimizer and scheduler. Process groups must be open.
 
-    `kind`: ValueModel for a critic. Raises: ConfigError for a bad `train.megatron` or a size that
-    does not divide.
+    `kind`: ValueModel for a critic. A run that trains a reward model has a RewardModel. Raises:
+    ConfigError for a bad `train.megatron` or a size that does not divide.
     """
+    if train.loss.type == "reward_model":
+        kind = RewardModel
     dtype = getattr(torch, model.dtype)
     _, for_optimizer, for_ddp = split_arguments(train.megatron)
     bridge = open_model(model_dir, model, train, deterministic=deterministic)

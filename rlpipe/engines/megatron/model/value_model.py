@@ -1,4 +1,7 @@
-"""`ValueModel`: the critic, the policy's decoder with a value head in place of the output layer."""
+"""`ValueModel`: the critic, the policy's decoder with a value head in place of the output layer.
+
+`RewardModel` is the same for the loss of preference pairs.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,34 @@ from rlpipe.engines.megatron.model.layers import PolicyModel
 class ValueHead(torch.nn.Module):
     """One value per position: w·h + b in float32 for any dtype of the model.
 
-    Equal on all tensor parallel ranks.
+    Equal on all tensor parallel ranks. `biased` False: b = 0.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, *, biased: bool) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        self.bias = (
+            torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if biased else None
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the values [n] float32 of hidden states [n, H]."""
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
-        return values[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
 
 class ValueModel(PolicyModel):
     """A GPT with a value head, initially 0, in place of its output layer."""
 
+    biased = True
+
     def __init__(self, **keywords: Any) -> None:
         keywords["share_embeddings_and_output_weights"] = False
         super().__init__(**keywords)
         if self.post_process:
-            self.output_layer = ValueHead(self.config)
+            self.output_layer = ValueHead(self.config, biased=self.biased)
 
     def values(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the values [n] float32 at `rows`, on every tensor parallel rank."""
@@ -53,3 +60,12 @@ class ValueModel(PolicyModel):
                 hidden_states, tensor_parallel_output_grad=False, group=group
             )
         return self.output_layer(hidden_states[:, 0].index_select(0, rows))
+
+
+class RewardModel(ValueModel):
+    """A value model without bias, as transformers' models for sequence classification.
+
+    Pairs do not determine a bias: its gradient is rounding error, which Adam would scale up.
+    """
+
+    biased = False

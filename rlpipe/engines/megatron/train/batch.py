@@ -70,12 +70,14 @@ def pack(
     *,
     only_masked_in: bool,
     separate_padding: bool = False,
+    ends: bool = False,
 ) -> MicroBatch:
     """Return the micro-batch of these samples.
 
     A micro-batch without samples has one segment of padding and no rows. `only_masked_in`: leave
     out the rows of tokens with loss mask 0. `separate_padding`: put the padding for sequence
     parallel ranks in its own segment, so that each sample's segment depends on its tokens alone.
+    `ends`: the only row of a sample is its last token, the target too; no sample may be empty.
     """
     chosen = np.asarray(samples, np.int64)
     # A rank without samples still runs its micro-batch, because the passes have collectives.
@@ -98,7 +100,10 @@ def pack(
     keep = batch.loss_mask[responses] > 0 if only_masked_in else np.ones(len(rows), bool)
     rows = rows[keep]
     responses = responses[keep]
-    targets = tokens[rows + 1] if len(rows) else rows
+    if ends:
+        rows = starts[: len(chosen)] + lengths[: len(chosen)] - 1
+        responses = batch.response_offsets[chosen + 1] - 1
+    targets = tokens[rows + (not ends)] if len(rows) else rows
     local, local_of = _zigzag(padded, part)
     is_local = np.isin(rows, local) if part.cp_size > 1 else np.ones(len(rows), bool)
     device = platform.device()

@@ -99,7 +99,7 @@ class Critic:
             load_decoder(self.trained, policy)
         else:
             self._copy_decoder(policy)
-        self._load_head(own)
+        load_head(self.trained, own, "critic.hf_checkpoint")
         self.trained.optimizer.reload_model_params()
 
     def values(self, batch: BatchColumns, *, max_tokens: int) -> np.ndarray:
@@ -184,25 +184,27 @@ class Critic:
             if "output_layer." not in name:
                 tensor.copy_(policy_weights[name])
 
-    def _load_head(self, directory: str | None) -> None:
-        """Load the value head of a reward model on the last pipeline stage.
 
-        The head is 0 if the directory has none.
-        """
-        head = getattr(self.trained.last_model, "output_layer", None)
-        if not isinstance(head, ValueHead):
-            return
-        stored = _tensors(directory, f"{HEAD}.") if directory else {}
-        for name, parameter in head.named_parameters():
-            value = stored.get(name)
-            if value is not None and value.shape != parameter.shape:
-                raise ConfigError(
-                    "this model's head does not have exactly one output",
-                    where="critic.hf_checkpoint",
-                    found=f"{HEAD}.{name} {list(value.shape)} in {directory}",
-                    expected=list(parameter.shape),
-                )
-            parameter.copy_(torch.zeros_like(parameter) if value is None else value)
+@torch.no_grad()
+def load_head(trained: TrainedModel, directory: str | None, where: str) -> None:
+    """Load the value head of a reward model on the last pipeline stage, if the model has one.
+
+    The head is 0 if the directory has none. `where`: key of the directory, for errors.
+    """
+    head = getattr(trained.last_model, "output_layer", None)
+    if not isinstance(head, ValueHead):
+        return
+    stored = _tensors(directory, f"{HEAD}.") if directory else {}
+    for name, parameter in head.named_parameters():
+        value = stored.get(name)
+        if value is not None and value.shape != parameter.shape:
+            raise ConfigError(
+                "this model's head does not have exactly one output",
+                where=where,
+                found=f"{HEAD}.{name} {list(value.shape)} in {directory}",
+                expected=list(parameter.shape),
+            )
+        parameter.copy_(torch.zeros_like(parameter) if value is None else value)
 
 
 def _tensors(directory: str, prefix: str) -> dict[str, torch.Tensor]:

@@ -20,7 +20,13 @@ import torch
 
 from rlpipe.algorithms import custom
 from rlpipe.algorithms.importance import correct
-from rlpipe.algorithms.objective import CustomLoss, Objective, TokenBatch, objective
+from rlpipe.algorithms.objective import (
+    CustomLoss,
+    Objective,
+    TokenBatch,
+    objective,
+    reward_objective,
+)
 from rlpipe.algorithms.sequences import Sequences, local_total
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.packing import PackingPlan, check_pairs, step_samples
@@ -45,6 +51,7 @@ from rlpipe.engines.megatron.train.passes import (
     packing_slice,
     run_logits_passes,
     run_passes,
+    run_value_passes,
     scheduled,
     set_training,
 )
@@ -255,6 +262,8 @@ class _PolicyRun:
         zero_gradients(trained)
         before_step(number)
         run = self._run_tokens if self.logits_loss is None else self._run_logits
+        if self.loss.type == "reward_model":
+            run = self._run_rewards
         outputs = run(micro_batches, samples, weights, collector)
         names = _names_on_all_ranks(collector.names)
         if trained.bridge.config.mtp_num_layers and self.logits_loss is None:
@@ -344,6 +353,40 @@ class _PolicyRun:
             forward_context=self.forward_context,
         )
 
+    def _run_rewards(
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        samples: np.ndarray,
+        weights: StepWeights,
+        collector: _MetricsCollector,
+    ) -> list[torch.Tensor]:
+        """Run the passes of a reward model. Both samples of a pair have half of its weight."""
+        part = packing_slice(self.trained)
+
+        def consume(micro: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weight = torch.full_like(values, 1 / len(samples))
+            sequences = self._sequences(micro)
+            return collector.collect(reward_objective(values, weight, sequences, self.loss))
+
+        return run_value_passes(
+            self.trained,
+            (
+                pack(self.batch, indices, part, only_masked_in=False, ends=True)
+                for indices in micro_batches
+            ),
+            consume,
+            num_micro_batches=len(micro_batches),
+            forward_only=False,
+        )
+
+    def _sequences(self, micro: MicroBatch) -> Sequences:
+        splits_sequences = parallel_state.get_context_parallel_world_size() > 1
+        return Sequences(
+            sample=micro.column(self.batch.sample_of),
+            counts=platform.to_device(torch.from_numpy(self.counts), micro.tokens.device),
+            total=_total_over_context if splits_sequences else local_total,
+        )
+
     def _token_batch(
         self,
         weights: StepWeights,
@@ -357,7 +400,6 @@ class _PolicyRun:
         def column(values: np.ndarray | None) -> torch.Tensor | None:
             return None if values is None else micro.column(values)
 
-        splits_sequences = parallel_state.get_context_parallel_world_size() > 1
         named_columns = {
             name: values
             for key, name in hook_names().items()
@@ -367,11 +409,7 @@ class _PolicyRun:
             log_probs=log_probs,
             entropy=entropy,
             weight=micro.column(weights.weight),
-            sequences=Sequences(
-                sample=micro.column(batch.sample_of),
-                counts=platform.to_device(torch.from_numpy(self.counts), log_probs.device),
-                total=_total_over_context if splits_sequences else local_total,
-            ),
+            sequences=self._sequences(micro),
             policy_weight=column(weights.policy_weight),
             advantages=column(batch.advantages),
             proximal_log_probs=column(batch.proximal_log_probs),

@@ -186,6 +186,8 @@ def to_hf(
         ) as folder:
             _write_hf_files(folder, plan, files, report, progress)
             hf_files.carry(model_dir, folder, target_dtype)
+            if list(stored.value_head) == ["score.weight"]:
+                hf_files.classify_sequences(folder)
             _write_record(folder, identity, source.folder, report)
     progress(report.total_bytes, report.total_bytes, "done")
     report.seconds = time.monotonic() - start

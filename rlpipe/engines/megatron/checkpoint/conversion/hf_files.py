@@ -219,6 +219,26 @@ def carry(directory: Path, target: Path, dtype: torch.dtype) -> None:
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def classify_sequences(directory: Path) -> None:
+    """Make config.json that of a reward model: AutoModelForSequenceClassification, one label."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    names = [
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures") or []
+    ]
+    end = config.get("eos_token_id")
+    pad = config.get("pad_token_id")
+    config |= {
+        "architectures": names,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        # transformers finds the last token of a padded sequence by this id.
+        "pad_token_id": pad if pad is not None else end[0] if isinstance(end, list) else end,
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def file_names(number: int) -> list[str]:
     """Return Hugging Face's names of `number` safetensors files."""
     return (
