@@ -74,7 +74,7 @@ async def keep_if_held(run: str, *, within_s: float) -> bool:
             version = newest.iteration + 1
             weights = await asyncio.to_thread(ctx.weights_before, version)
             # Restoring them would take longer than the process has left.
-            if not await ctx.cluster.trainer.holds(weights):
+            if await ctx.cluster.trainer.held() != weights:
                 return False
             await save(ctx, weights, version)
             await settle(ctx, wait=True)

@@ -32,10 +32,8 @@ async def train(run: str, k: int, advantage: NodeRef) -> State:
     inputs = train_inputs(ctx.config, advantage.digest, before, ctx.contracts)
 
     async def step() -> dict[str, Any]:
-        if (
-            not await ctx.cluster.trainer.holds(inputs.digest)
-            and await hold(ctx, before, k) != before
-        ):
+        held = await ctx.cluster.trainer.held()
+        if held != inputs.digest and await hold(ctx, before, k, held=held) != before:
             raise Superseded(
                 "a segment replaced the weights that the batch was scored with",
                 where=f"train {k}",
@@ -53,10 +51,11 @@ async def train(run: str, k: int, advantage: NodeRef) -> State:
     return await reuse_or_run(ctx, inputs, step)
 
 
-async def hold(ctx: RunContext, state: str, version: int) -> str:
+async def hold(ctx: RunContext, state: str, version: int, *, held: str | None = None) -> str:
     """Make the trainer hold a state; return the state that it holds.
 
-    The trainer loads the newest checkpoint before the state and replays the later batches.
+    The trainer loads the newest checkpoint before the state and replays the later batches. `held`:
+    the state that all ranks have just reported; None: ask them.
 
     If the replay gives other bits, the returned state is a recorded segment, and the branch
     continues from that. Raises: Mismatch instead in deterministic mode.
@@ -65,7 +64,7 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
     state = await asyncio.to_thread(
         current_state, Segments(ctx.files), ctx.config.run, version, state
     )
-    if await ctx.cluster.trainer.holds(state):
+    if state == (held or await ctx.cluster.trainer.held()):
         return state
     with suppress(ActorLost):  # dead ranks upload nothing
         # A restore may replace the ranks that upload, or need the checkpoint.
@@ -83,13 +82,13 @@ async def hold(ctx: RunContext, state: str, version: int) -> str:
         ref_update_offset=ctx.config.ref_update_offset,
     )
     with ctx.progress.running("restore", note=f"restoring weights {state[:12]} from the store"):
-        held = await trainer_states.restore(state, version=version, epoch=ctx.epoch.number)
-    if held != state:
+        restored = await trainer_states.restore(state, version=version, epoch=ctx.epoch.number)
+    if restored != state:
         ctx.progress.say(
             f"{ctx.config.run}: the replay of weights {version} gave other bits than {state[:12]}; "
-            f"continuing from {held[:12]}"
+            f"continuing from {restored[:12]}"
         )
-    return held
+    return restored
 
 
 def _agreed(ctx: RunContext, digest: str, k: int, answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -63,10 +63,15 @@ async def settle(ctx: RunContext, *, wait: bool = False) -> None:
 
 
 async def pending(ctx: RunContext) -> tuple[Upload, bool] | None:
-    """Return the upload of this run on any rank, and whether every rank has completed it."""
-    answers = await ctx.cluster.trainer.call("upload", deadline_s=ctx.config.checkpoint.timeout_s)
-    # Ranks that served another run before may still hold an upload of that run.
+    """Return the upload of this run, and whether every rank has completed it."""
+    deadline_s = ctx.config.checkpoint.timeout_s
     folder = _folder(ctx)
+    # All ranks begin and forget an upload together, and most iterations have none.
+    (prefix,) = await ctx.cluster.trainer.call("uploading", deadline_s=deadline_s)
+    # Ranks that served another run before may still hold an upload of that run.
+    if prefix is None or not prefix.startswith(folder):
+        return None
+    answers = await ctx.cluster.trainer.call("upload", deadline_s=deadline_s)
     uploads = [
         answer for answer in answers if answer is not None and answer[0].prefix.startswith(folder)
     ]

@@ -71,9 +71,9 @@ class RemoteTrainer(_DriverHandle):
         # Twice: a call may wait for the call of another driver, and has the deadline for itself.
         return await self._call("collective", 2 * deadline_s, method, deadline_s, arguments)
 
-    async def holds(self, state: str) -> bool:
-        """True if all ranks hold this state. Ranks that do not answer hold no state."""
-        return await self._call("held", 4 * CALL_TIMEOUT_S) == state
+    async def held(self) -> str | None:
+        """Return the state that all ranks hold, as `TrainerGroup.held`."""
+        return await self._call("held", 4 * CALL_TIMEOUT_S)
 
     async def initialise(
         self, key: str, start_from: str | None, *, deadline_s: float

@@ -209,10 +209,8 @@ class SimulatedRank(TrainerRank):
         }
 
     @collective
-    def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]] | None:
+    def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]]:
         """Let all engines score the probed samples at once, as on GPUs."""
-        if self.rank > 0:
-            return None
         assert self._probe is not None, "probe first"
         return compare(self._probe, engines, timeout_s, at_once=True)
 

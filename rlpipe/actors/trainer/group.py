@@ -1,12 +1,12 @@
 """`TrainerGroup`: all trainer ranks as one. `TrainerLock`: exclusive use of the group.
 
-Every call goes to every rank, because ranks compute in collectives. A rank that fails leaves the
-others waiting in a collective. So after any failure the whole group is killed, started again and
+Calls go to every rank, because ranks compute in collectives. A rank that fails leaves the others
+waiting in a collective. So after any failure the whole group is killed, started again and
 restored; `ensure` does that, and afterwards all ranks hold the wanted state.
 
 A critic with ranks of its own is part of the group, after the policy's ranks. The two worlds hold,
 lose, save and restore one state. Only calls about engines and their GPUs (`POLICY_METHODS`) go to
-the policy's ranks alone.
+the policy's ranks alone, and those of `RANK_0_METHODS` to one rank.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ LESS_MEMORY = (
 """Advice for a full GPU (torch.OutOfMemoryError)."""
 POLICY_METHODS = frozenset({"push", "remembers", "write", "probe", "compare", "occupy"})
 """Methods that a critic's own ranks do not have."""
+RANK_0_METHODS = frozenset({"compare", "uploading"})
+"""Methods that are no collectives, and have one answer. Other ranks get no call."""
 
 
 class TrainerGroup:
@@ -76,7 +78,7 @@ class TrainerGroup:
         return self._start == start
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
-        """Call a method of all ranks; return their answers in order of rank.
+        """Call a method of all ranks that it concerns; return their answers in order of rank.
 
         After a failure the group is unusable until `ensure` or `setup`. Raises: as `gather`;
         TrainerError for an error that is not an RlpipeError.
@@ -258,7 +260,9 @@ class TrainerGroup:
         return False
 
     def _concerned(self, method: str, per_rank: Sequence[PerRank]) -> Sequence[PerRank]:
-        """Return the items of the ranks that have this method."""
+        """Return the items of the ranks that get calls of this method."""
+        if method in RANK_0_METHODS:
+            return per_rank[:1]
         return per_rank[: self.world_size] if method in POLICY_METHODS else per_rank
 
     async def _statuses(self) -> list[dict[str, Any]]:

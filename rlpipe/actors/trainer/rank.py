@@ -283,6 +283,10 @@ class Rank(ABC, Generic[E]):
         self._upload = BackgroundUpload(upload, lambda: self._uploads.submit(send))
         return {"seconds": time.perf_counter() - start, "directory": str(directory)}
 
+    def uploading(self) -> str | None:
+        """Return the prefix of this process's unrecorded upload, or None. Asked of rank 0 alone."""
+        return None if self._upload is None else self._upload.upload.prefix
+
     def upload(self) -> tuple[Upload, bool] | None:
         """Return this process's unrecorded upload and whether it has ended, or None."""
         return None if self._upload is None else (self._upload.upload, self._upload.future.done())

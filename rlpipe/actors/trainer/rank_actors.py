@@ -260,15 +260,13 @@ class TrainerRank(Rank[MegatronEngine]):
         return parts.seconds
 
     @collective
-    def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]] | None:
+    def compare(self, *, engines: list[str], timeout_s: float) -> list[dict[str, Any]]:
         """Let engines score the samples of `probe`, without using the trainer's model.
 
-        Return an `Agreement` of each engine as a dict on rank 0, None on the others. Raises:
+        Called on rank 0 alone. Return an `Agreement` of each engine as a dict. Raises:
         EngineError, DeadlineExceeded.
         """
         assert self._probe is not None, "probe first"
-        if self.rank > 0:
-            return None
         return compare(self._probe, engines, timeout_s, at_once=platform.CUDA_FOUND)
 
     @collective

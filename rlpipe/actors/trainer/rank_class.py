@@ -29,6 +29,7 @@ BOTH = (
     "train",
     "upload",
     "uploaded",
+    "uploading",
 )
 """Methods of every rank."""
 POLICY_METHODS = ("compare", "occupy", "probe", "push", "remembers", "write")

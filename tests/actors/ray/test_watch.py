@@ -169,7 +169,7 @@ async def test_waiting_calls_fail_when_ray_dies_and_later_calls_fail_at_once(
         await asyncio.wait_for(waiting, 10)
     monkeypatch.setattr(ray_watch, "_current", watch([]))
     with pytest.raises(ActorLost, match="Ray has died"):
-        await trainer.holds("state")
+        await trainer.held()
     ray_watch.stop()
     assert clusters.ray_watch is ray_watch
 

@@ -134,6 +134,9 @@ class Rank:
     def remembers(self) -> str:
         return f"weights of {self.rank}"
 
+    def uploading(self) -> str:
+        return f"prefix of {self.rank}"
+
     def divide_by_zero(self) -> float:
         return 1 / 0
 

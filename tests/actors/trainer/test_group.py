@@ -51,6 +51,10 @@ async def test_a_call_goes_to_every_rank_and_returns_answers_in_order_of_rank(gr
     assert await ask(group, "rank") == [0, 1]
 
 
+async def test_a_call_with_one_answer_goes_to_rank_0_alone(group: TrainerGroup):
+    assert await group.call("uploading", deadline_s=60) == ["prefix of 0"]
+
+
 async def test_setup_uses_the_address_of_rank_0_as_rendezvous(group: TrainerGroup):
     assert await ask(group, "ready") == [False, False]
     await group.setup(SPEC)
@@ -304,6 +308,7 @@ async def test_a_critic_rank_is_part_of_the_group_in_its_own_world_and_gets_no_c
     critic = "setup m 127.0.0.1:29501 and 127.0.0.1:29500"
     assert await with_critic.call("log", deadline_s=60) == [[policy], [critic]]
     assert await with_critic.call("remembers", deadline_s=60) == ["weights of 0"]
+    assert await with_critic.call("uploading", deadline_s=60) == ["prefix of 0"]
     assert await with_critic.call("train", key="a", deadline_s=60) == ["a on 0", "a on 1"]
     pids = await ask(with_critic, "pid")
     with pytest.raises(ActorLost):

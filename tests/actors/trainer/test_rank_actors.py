@@ -101,12 +101,13 @@ def test_an_upload_that_does_not_end_is_an_error_and_may_still_succeed(rank: Tra
 
 def test_an_upload_is_kept_until_it_is_recorded(rank: TrainerRank):
     (upload,) = uploading(rank)
+    assert rank.uploading() == "p"
     upload.set_result([RECORD])
     assert [rank.uploaded("p"), rank.uploaded("p")] == [[RECORD], [RECORD]]
     rank.forget_upload("q")
     assert rank.upload() == (upload_to("p"), True)
     rank.forget_upload("p")
-    assert rank.upload() is None and rank.uploaded("p") is None
+    assert rank.upload() is None and rank.uploading() is None and rank.uploaded("p") is None
 
 
 def test_saving_a_checkpoint_has_a_deadline_for_the_upload_before(rank: TrainerRank):
