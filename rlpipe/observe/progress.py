@@ -50,10 +50,10 @@ SMALLEST_REST_S = 0.1
 WAIT_SHOWN_AFTER_S = 10.0
 """The row of a stage shows its wait after this time without a change."""
 PLAIN_WAIT_S = (30.0, 600.0)
-"""Without a block, the first line of a wait comes after the first time. Each next one comes after
-twice the time of the one before, at most the second time later."""
+"""Without a block, the first line of a long stage comes after the first time. Each next one comes
+after twice the time of the one before, at most the second time later."""
 CHECK_S = 5.0
-"""Time between two looks at the waits, without a block."""
+"""Time between two looks at the stages, without a block."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class _Stage:
     changed: float = 0.0
     """Time of the last change of `done`, `total` and `tokens`."""
     line_after_s: float = PLAIN_WAIT_S[0]
-    """Time without a change after which the next plain line is due."""
+    """Time since the start after which the next plain line is due."""
 
     def advance(
         self, now: float, done: float | None, total: float | None, tokens: int | None
@@ -78,17 +78,23 @@ class _Stage:
         """Set the counts."""
         if (done, total, tokens) != (self.done, self.total, self.tokens):
             self.changed = now
-            self.line_after_s = PLAIN_WAIT_S[0]
         self.done = done
         self.total = total
         self.tokens = tokens
 
     def wait_text(self, now: float) -> str:
-        """Return how long the stage has waited, for what, and how much is open."""
-        text = f"waiting {duration(now - self.changed)} for {self.waits_for}"
+        """Return how long nothing has changed, what is waited for, and how much is open."""
+        return f"{self._open_text()}waiting {duration(now - self.changed)} for {self.waits_for}"
+
+    def plain_text(self, now: float) -> str:
+        """Return how long the stage has run, what it waits for, and how much is open."""
+        running = f"running for {duration(now - self.started)}"
+        return f"{self._open_text()}{running}, waiting for {self.waits_for}"
+
+    def _open_text(self) -> str:
         if self.done is None or not self.total:
-            return text
-        return f"{self.total - self.done:,.0f} of {self.total:,.0f} {self.unit} open, {text}"
+            return ""
+        return f"{self.total - self.done:,.0f} of {self.total:,.0f} {self.unit} open, "
 
 
 @dataclass(slots=True)
@@ -287,15 +293,19 @@ class Progress:
         self._screen.say(text)
 
     def say_waits(self) -> None:
-        """Print a line for each stage that waits for long."""
+        """Print a line for each stage that has run for long, ever less often.
+
+        A stage in which single calls reach their deadline has changes, but it may hang as well.
+        """
         now = self._clock()
         # A copy: another thread may start or end a stage meanwhile.
         for iteration, stage in self._stages.copy().items():
-            if not stage.waits_for or now - stage.changed < stage.line_after_s:
+            ran_s = now - stage.started
+            if not stage.waits_for or ran_s < stage.line_after_s:
                 continue
-            stage.line_after_s = now - stage.changed + min(stage.line_after_s, PLAIN_WAIT_S[1])
+            stage.line_after_s = ran_s + min(ran_s, PLAIN_WAIT_S[1])
             of_iteration = "" if iteration is None else f"iteration {iteration}: "
-            self._screen.say(f"{self.run}: {of_iteration}{stage.name}: {stage.wait_text(now)}")
+            self._screen.say(f"{self.run}: {of_iteration}{stage.name}: {stage.plain_text(now)}")
 
     def _say_waits_until_the_end(self) -> None:
         # A thread: a user's function may block the event loop.

@@ -79,21 +79,31 @@ def test_without_a_terminal_a_stage_that_hangs_is_named_ever_less_often():
         clock.tick(1)
         progress.say_waits()
     expected = [
-        f"spell: iteration 2: reward: 5 of 8 samples open, waiting {waited} for {WAITS}"
-        for waited in ("30.0 s", "1:00", "2:00", "4:00")
+        f"spell: iteration 2: reward: 3 of 8 samples open, running for {ran}, waiting for {WAITS}"
+        for ran in ("30.0 s", "1:00", "2:00", "4:00")
     ]
-    assert stream.getvalue().splitlines() == [line.replace("5 of", "3 of") for line in expected]
-    progress.stage("reward", 2, done=6, total=8, waits_for=WAITS)
-    clock.tick(29)
-    progress.say_waits()
-    assert len(stream.getvalue().splitlines()) == len(expected)
+    assert stream.getvalue().splitlines() == expected
     progress.end_stage(2)
     clock.tick(600)
     progress.say_waits()
     progress.stage("eval", waits_for="samples of held")
     clock.tick(31)
     progress.say_waits()
-    assert stream.getvalue().splitlines()[-1] == "spell: eval: waiting 31.0 s for samples of held"
+    expected = "spell: eval: running for 31.0 s, waiting for samples of held"
+    assert stream.getvalue().splitlines()[-1] == expected
+
+
+def test_a_stage_whose_calls_reach_their_deadlines_is_named_too():
+    stream = io.StringIO()
+    clock = Clock()
+    progress = Progress("spell", 3, stream=stream, clock=clock)
+    for done in range(4):
+        progress.stage("reward", 0, done=done, total=8, waits_for=WAITS)
+        clock.tick(29)
+        progress.say_waits()
+    said = stream.getvalue().splitlines()
+    assert len(said) == 2
+    assert f"7 of 8 samples open, running for 58.0 s, waiting for {WAITS}" in said[0]
 
 
 def test_a_run_without_a_terminal_says_by_itself_what_it_waits_for(
