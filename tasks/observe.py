@@ -28,7 +28,7 @@ from rlpipe.lineage.sample_sets import write_run_samples
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.observe.overview import overview
 from rlpipe.observe.pages import SAMPLES_PAGE
-from rlpipe.observe.run_history import ACCURACY, MEAN_REWARD, RunHistory
+from rlpipe.observe.run_history import ACCURACY, MEAN_REWARD, PAIR_ACCURACY, RunHistory
 from rlpipe.observe.run_report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
@@ -328,14 +328,17 @@ def terminal_values(
 
 
 def _loss(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the loss, or the entropy if the loss is 0 by construction.
+    """Return the loss, or the entropy if the loss is 0 by construction; of pairs also the accuracy.
 
     Advantages that are relative to the group add up to 0. With the ratio near 1, so does the policy
     loss, whatever the policy learns.
     """
     if config.train.loss.type == "policy" and config.advantage.compares_within_group:
         return {"entropy": metrics.get("train/entropy")}
-    return {"loss": metrics.get("train/loss")}
+    loss = {"loss": metrics.get("train/loss")}
+    if config.train.loss.compares_pairs:
+        return {"accuracy": metrics.get(PAIR_ACCURACY), **loss}
+    return loss
 
 
 def _seconds_elsewhere(ctx: RunContext, nodes: Mapping[str, NodeRef]) -> dict[str, float] | None:

@@ -15,6 +15,8 @@ LOGPROB_DIFFERENCE = ("rollout/logprob_abs_diff/mean", "train/train_rollout_logp
 """Mean |rollout log-prob − trainer's log-prob|: of the batch before the first optimizer step, else
 of the loss."""
 
+PAIR_ACCURACY = "train/rewards/accuracies"
+"""Metric of preference pairs: share with the higher reward for the chosen response."""
 ACCURACY = "accuracy"
 PASS_RATE = "pass rate"
 MEAN_REWARD = "mean reward"

@@ -18,6 +18,7 @@ from rlpipe.observe.pages import html_page, navigation, write_whole
 from rlpipe.observe.pass_rates import PARTS
 from rlpipe.observe.pass_rates import PASS_RATE as PASS_RATES
 from rlpipe.observe.run_history import (
+    PAIR_ACCURACY,
     PASS_RATE,
     REWARD,
     SHARES,
@@ -46,6 +47,8 @@ REWARD_ERRORS = "rollout/reward_error_ratio"
 ROUNDING = 1e-5
 """Losses below come from rounding in float32."""
 CURVES = (
+    (PAIR_ACCURACY, "Pairs in order", "share of pairs with the higher reward for the chosen one"),
+    ("train/rewards/margins", "Margin of pairs", "reward of the chosen less the rejected, mean"),
     ("rollout/truncated_ratio", "Truncated", "share of responses that hit the length limit"),
     (
         "rollout/zero_std_fraction",

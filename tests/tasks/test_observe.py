@@ -307,6 +307,20 @@ async def test_the_digest_of_a_commit_is_in_its_artifact_and_in_tensorboard(
     ] == digests
 
 
+def test_the_terminal_shows_the_accuracy_of_preference_pairs():
+    columns = {"label_key": "chosen", "rejected_key": "rejected"}
+    pairs = config(
+        data={"prompts": {"type": "file", "paths": ["a.jsonl"], **columns}},
+        rollout={"type": "dataset", "rollout_batch_size": 2},
+        reward={"function": {"type": "none"}},
+        advantage={"advantage_estimator": "none", "reference": True},
+        train={"loss": {"type": "dpo"}},
+    )
+    metrics = {"train/loss": 0.5, "train/rewards/accuracies": 0.75, "train/grad_norm": 2.0}
+    values = observe.terminal_values(pairs, metrics, {})
+    assert values == {"accuracy": 0.75, "loss": 0.5, "grad": 2.0}
+
+
 def test_the_terminal_shows_each_logprob_difference_with_its_own_bound():
     metrics = {
         "rollout/raw_reward": 0.5,
