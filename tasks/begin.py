@@ -18,6 +18,7 @@ from prefect.cache_policies import NO_CACHE
 
 from rlpipe.actors.trainer.checkpoints import prune
 from rlpipe.config.hooks import hook_digest
+from rlpipe.config.load import validate_stored
 from rlpipe.config.model import BranchModel
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError, ObjectMissing
@@ -215,7 +216,21 @@ async def first_weights(ctx: RunContext) -> str:
 
 def _start_checkpoint(ctx: RunContext) -> str | None:
     source = ctx.config.start_from
-    return checkpoint_of(ctx, source) if source else None
+    if source is None:
+        return None
+    checkpoint = checkpoint_of(ctx, source)
+    scores = [
+        config.train.loss.type == "reward_model"
+        for config in (validate_stored(ctx.branches.config(source.branch)), ctx.config)
+    ]
+    if scores == [True, False]:
+        raise ConfigError(
+            "a policy cannot start from a reward model, which generates no text",
+            where="model.start_from.branch",
+            found=source.branch,
+            expected="a run that trained a policy",
+        )
+    return checkpoint
 
 
 def checkpoint_of(ctx: RunContext, source: BranchModel) -> str:

@@ -110,6 +110,15 @@ def check_state_format(files: Files, config: RunConfig, origin: Commit) -> None:
     Raises: ConfigError naming the key that must be equal.
     """
     stored = validate_stored(Branches(files).config(origin.branch))
+    types = [one.train.loss.type for one in (config, stored)]
+    if types[0] != types[1] and "reward_model" in types:
+        raise ConfigError(
+            "a fork of a policy cannot train a reward model, nor the reverse",
+            where="train.loss.type",
+            found=types[0],
+            expected=f"{types[1]}, the value of {origin.branch}",
+            do="restore this key; a new run takes a policy's weights by model.start_from",
+        )
     for key, parent_value, value in (
         ("model.dtype", stored.model.dtype, config.model.dtype),
         (

@@ -209,6 +209,8 @@ def _init_settings(config: RunConfig, fingerprint: str) -> dict[str, Any]:
             ),
             "optimizer": _critic_optimizer(config).identity(),
         }
+    if config.train.loss.type == "reward_model":
+        settings["output_layer"] = "reward"
     return settings
 
 

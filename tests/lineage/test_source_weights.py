@@ -171,3 +171,27 @@ def test_a_reference_of_another_architecture_is_refused(tmp_path: Path):
 def test_settings_that_cannot_work_are_refused(sections: dict[str, Any]):
     with pytest.raises(ValueError, match=r"megatron_optimizer|rollout_id"):
         configured(**sections)
+
+
+def test_first_weights_of_a_reward_model_are_not_those_of_a_policy():
+    """Both may be of one model directory in one store, and the head makes another state."""
+    data = {"type": "file", "paths": ["a"], "label_key": "chosen", "rejected_key": "rejected"}
+    pairs = {
+        "data": {"prompts": data},
+        "rollout": {"type": "dataset", "rollout_batch_size": 2},
+        "reward": {"function": {"type": "none"}},
+    }
+    digests = {
+        init_inputs(configured(**pairs, **sections), "model", None).digest
+        for sections in (
+            {
+                "advantage": {"advantage_estimator": "none", "reference": True},
+                "train": {"loss": {"type": "dpo"}},
+            },
+            {
+                "advantage": {"advantage_estimator": "none"},
+                "train": {"loss": {"type": "reward_model"}},
+            },
+        )
+    }
+    assert len(digests) == 2

@@ -12,6 +12,7 @@ import pytest
 
 from rlpipe.actors.ray.local_ray import connect, disconnect
 from rlpipe.actors.trainer.replay import replay
+from rlpipe.config.algorithms import LossConfig
 from rlpipe.config.model import ResourcesConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.errors import ConfigError
@@ -166,6 +167,21 @@ def test_a_fork_with_another_state_format_is_refused_before_actors_start(
     config = forked(home, "new", **sections)
     with pytest.raises(ConfigError, match=key):
         check_state_format(files, config, fork_commit(Branches(files), config))
+
+
+@pytest.mark.parametrize("stored", ["policy", "reward_model"])
+def test_a_fork_between_a_policy_and_a_reward_model_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+):
+    files = Files(home / "store")
+    config = forked(home, "new")
+    origin = fork_commit(Branches(files), config)
+    reward = LossConfig.model_construct(type="reward_model")
+    other = config.model_copy(update={"train": config.train.model_copy(update={"loss": reward})})
+    config, parent = (config, other) if stored == "reward_model" else (other, config)
+    monkeypatch.setattr("tasks.fork.validate_stored", lambda _: parent)
+    with pytest.raises(ConfigError, match="a fork of a policy cannot train a reward model"):
+        check_state_format(files, config, origin)
 
 
 def test_a_fork_with_another_model_is_refused(home: Path):

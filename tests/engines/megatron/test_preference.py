@@ -15,7 +15,14 @@ from rlpipe.config.train import TrainConfig
 from rlpipe.errors import DataError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import reference
-from tests.engines.megatron.preference_jobs import MAX_TOKENS, make_pairs, pair_plan, train_pairs
+from tests.engines.megatron.preference_jobs import (
+    MAX_TOKENS,
+    make_pairs,
+    one_step_and_save,
+    pair_plan,
+    start_from,
+    train_pairs,
+)
 from tests.engines.megatron.ranks import engine, near
 from tests.engines.megatron.test_parallel import LAYOUTS
 
@@ -177,6 +184,19 @@ def test_a_reward_model_equals_a_plain_loop_of_transformers_and_torch(reward_dir
     assert found["after"].keys() == after.keys()
     for name, tensor in found["after"].items():
         assert torch.allclose(torch.from_numpy(tensor), after[name], rtol=1e-4, atol=2e-5), name
+
+
+def test_a_reward_model_starts_from_the_weights_of_a_policy_or_of_another_one(models, tmp_path):
+    saved, exported = {}, {}
+    for name, train in {"policy": {}, "reward": REWARD_MODEL}.items():
+        directory = str(tmp_path / name)
+        saved[name] = one_step_and_save(models["qwen3"], train, directory)
+        exported[name] = start_from(models["qwen3"], REWARD_MODEL, directory)
+    for name, tensors in exported.items():
+        for key, tensor in saved[name].items():
+            assert np.array_equal(tensors.get(key, tensor), tensor), (name, key)
+    assert not exported["policy"]["score.weight"].any()
+    assert exported["reward"]["score.weight"].any()
 
 
 @pytest.mark.integration

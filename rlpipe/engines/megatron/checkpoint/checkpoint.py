@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rlpipe.engines.megatron import reproducibility
 from rlpipe.errors import ConfigError, TrainerError
@@ -62,6 +64,7 @@ from rlpipe.engines.megatron.checkpoint.state import (
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.model.float32_parameters import counted
 from rlpipe.engines.megatron.model.lora import initialize
+from rlpipe.engines.megatron.model.value_model import RewardModel
 
 _EXTRA_STATE = "_extra_state"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -221,13 +224,8 @@ def load_decoder(critic: TrainedModel, directory: str | Path) -> None:
     """
     folder = _latest(directory)
     _content_metadata(folder)
-    decoder = {
-        key: {name: shard for name, shard in shards.items() if not name.startswith("output_layer.")}
-        for key, shards in _without_extra_states(
-            _sharded_weights(critic, _metadata(critic))
-        ).items()
-    }
-    _load_weights(critic, _read(decoder, folder), strict=False)
+    weights = _without_extra_states(_sharded_weights(critic, _metadata(critic)))
+    _load_weights(critic, _read(_without_output_layer(weights), folder), strict=False)
     critic.optimizer.reload_model_params()
 
 
@@ -257,11 +255,17 @@ def _load(
         critic=inner_critic,
         with_random_state=has_random_state,
     )
+    weights = {key: request[key] for key in _chunk_keys(trained)}
     if first:
-        keys = _chunk_keys(trained)
-        request |= adapters.without_adapters({key: request[key] for key in keys})
+        request |= adapters.without_adapters(weights)
+    # A reward model begins with the weights of a policy, and a head of 0.
+    headless = (
+        weights_only and isinstance(trained.models[0], RewardModel) and not _has_reward_head(folder)
+    )
+    if headless:
+        request |= _without_output_layer(weights)
     state = _read(request, folder)
-    _restore(trained, state, request, weights_only=weights_only, strict=not first)
+    _restore(trained, state, request, weights_only=weights_only, strict=not (first or headless))
     if inner_critic is not None:
         _restore(inner_critic, state[CRITIC], request[CRITIC], weights_only=weights_only)
     if has_random_state:
@@ -433,6 +437,20 @@ def _sharded_weights(trained: TrainedModel, metadata) -> dict[str, Any]:
         key: model.sharded_state_dict(metadata=metadata)
         for key, model in zip(_chunk_keys(trained), trained.models, strict=True)
     }
+
+
+def _without_output_layer(weights: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: shard for name, shard in shards.items() if not name.startswith("output_layer.")}
+        for key, shards in weights.items()
+    }
+
+
+def _has_reward_head(folder: Path) -> bool:
+    """True if the output layer of a checkpoint has one row."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    head = stored.get("output_layer.weight")
+    return isinstance(head, TensorStorageMetadata) and head.size[0] == 1
 
 
 def _without_extra_states(weights: dict[str, Any]) -> dict[str, Any]:
