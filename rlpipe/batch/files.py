@@ -43,6 +43,7 @@ from rlpipe.store.parquet.shards import (
     data_folder,
     open_tables,
     read_rows,
+    split_by_size,
     write_data,
     write_table,
 )
@@ -150,23 +151,14 @@ def write_batch(
 def _files_of(
     shares: Sequence[Sequence[int]], columns: BatchColumns
 ) -> Iterator[list[Sequence[int]]]:
-    """Yield the shares of each file: at most FILE_BYTES, or one share."""
+    """Return the shares of each file: at most FILE_BYTES, or one share."""
     present = sum(getattr(columns, name) is not None for name in FLOAT_COLUMNS)
     sizes = 4 * columns.lengths + (1 + 4 * present) * columns.response_lengths
     if (experts := columns.routed_experts) is not None:
         sizes = sizes + columns.lengths * experts.itemsize * experts.shape[1]
-    part: list[Sequence[int]] = []
-    part_bytes = 0
-    for share in shares:
-        share_bytes = int(sizes[np.array(share)].sum())
-        if part and part_bytes + share_bytes > FILE_BYTES:
-            yield part
-            part = []
-            part_bytes = 0
-        part.append(share)
-        part_bytes += share_bytes
     # A batch without samples has a file too.
-    yield part
+    of_shares = [int(sizes[np.array(share)].sum()) for share in shares]
+    return split_by_size(shares, of_shares, FILE_BYTES)
 
 
 def _batch_table(

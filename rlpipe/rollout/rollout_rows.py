@@ -11,7 +11,7 @@ Entry points: `StoredRows`, and `MemoryRows` for evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from rlpipe.errors import ObjectMissing
 from rlpipe.rollout.generate import FINISHED
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.rows import table_to_samples
-from rlpipe.store.parquet.shards import ShardWriter, adopt, read_rows
+from rlpipe.store.parquet.shards import ShardWriter, adopt, read_rows, split_by_size
 from rlpipe.store.plans import Plans
 from rlpipe.types import FileRecord, Plan, Sample
 
@@ -124,7 +124,8 @@ class StoredRows:
         prefix = Plans.cut_prefix(part.digest) if cut else Plans.groups_prefix(part.digest)
         if prefix not in self._writers:
             self._writers[prefix] = ShardWriter(self._files, prefix, part.plan.iteration)
-        for shard in _shards_of(groups):
+        sizes = [sum(map(_token_bytes, group)) for group in groups]
+        for shard in split_by_size(groups, sizes, SHARD_BYTES):
             record = self._writers[prefix].write(shard)
             if cut:
                 # Rows of this attempt continue the adopted ones, so they are searched first.
@@ -179,21 +180,6 @@ def by_group(samples: Iterable[Sample]) -> Groups:
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     return groups
-
-
-def _shards_of(groups: Sequence[Sequence[Sample]]) -> Iterator[list[Sequence[Sample]]]:
-    """Yield the groups of each shard: at most SHARD_BYTES, or one group."""
-    shard: list[Sequence[Sample]] = []
-    shard_bytes = 0
-    for group in groups:
-        group_bytes = sum(map(_token_bytes, group))
-        if shard and shard_bytes + group_bytes > SHARD_BYTES:
-            yield shard
-            shard = []
-            shard_bytes = 0
-        shard.append(group)
-        shard_bytes += group_bytes
-    yield shard
 
 
 def _token_bytes(sample: Sample) -> int:

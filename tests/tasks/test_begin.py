@@ -59,13 +59,19 @@ def opened(folder: Path, model: Path) -> RunContext:
     )
 
 
-def test_a_model_may_move_but_not_change(tmp_path: Path):
+def begun_run(tmp_path: Path) -> tuple[Path, Any]:
+    """Return a model directory and the context of a run with it that has first weights."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     begun = opened(tmp_path, directory)
     init = begun.nodes.commit(init_inputs(begun.config, begun.fingerprint, None).node())
     begun.branches.create("begun", begun.config.model_dump(mode="json"), init.digest)
+    return directory, begun
+
+
+def test_a_model_may_move_but_not_change(tmp_path: Path):
+    directory, begun = begun_run(tmp_path)
     moved = directory.rename(tmp_path / "moved")
     check_same_run(begun.branches, opened(tmp_path, moved).config)
     check_same_model(opened(tmp_path, moved))
@@ -77,12 +83,7 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
 
 
 async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    begun = opened(tmp_path, directory)
-    init = begun.nodes.commit(init_inputs(begun.config, begun.fingerprint, None).node())
-    begun.branches.create("begun", begun.config.model_dump(mode="json"), init.digest)
+    directory, begun = begun_run(tmp_path)
     again = opened(tmp_path, directory)
     function = {"type": "by_row", "reward_key": "acc"}
     again.config = validate(
@@ -98,7 +99,7 @@ async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):
     )
     (stored,) = [Branches(again.files).get(name) for name in again.branches.names()]
     assert stored.config == again.config.model_dump(mode="json")
-    assert (stored.init, stored.branch) == (init.digest, "begun")
+    assert (stored.init, stored.branch) == (begun.branches.get("begun").init, "begun")
     # The earlier driver cannot bring its configuration back.
     with pytest.raises(Fenced):
         await first_iteration(begun)

@@ -5,7 +5,8 @@ All samples of a group are in one shard. While a rollout runs, finished groups a
 two attempts finished the same group, the first shard with the group counts: by name while the
 rollout runs, then in the order of the node's record.
 
-Entry points: `ShardWriter`, `adopt`, `read_rows`, `open_tables`, `write_table`, `write_data`.
+Entry points: `ShardWriter`, `adopt`, `read_rows`, `open_tables`, `write_table`, `write_data`,
+`split_by_size`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import PurePosixPath
+from typing import TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -28,11 +30,31 @@ from rlpipe.store.parquet.schema import SAMPLES, StoredTable, decode, encode
 from rlpipe.types import FileRecord, Sample
 
 READERS = 8
+Item = TypeVar("Item")
 
 
 def data_folder(stage: str, digest: str) -> str:
     """Return the folder of a node's data files."""
     return f"data/{stage}/{digest}"
+
+
+def split_by_size(
+    items: Sequence[Item], sizes: Sequence[int], most_bytes: int
+) -> Iterator[list[Item]]:
+    """Yield the items of each file, in order: at most `most_bytes`, or one item.
+
+    `sizes` [items]: bytes of each. Without items there is one empty file.
+    """
+    part: list[Item] = []
+    part_bytes = 0
+    for item, size in zip(items, sizes, strict=True):
+        if part and part_bytes + size > most_bytes:
+            yield part
+            part = []
+            part_bytes = 0
+        part.append(item)
+        part_bytes += size
+    yield part
 
 
 def write_data(
