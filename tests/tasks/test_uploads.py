@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.trainer.checkpoints import Upload
+from rlpipe.actors.trainer.group import RANK_0_METHODS
 from rlpipe.actors.trainer.rank_actors import TrainerRank
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.errors import StoreError, StoreFull
@@ -34,7 +35,7 @@ class Ranks:
         self.upload = Upload(f"checkpoints/{run}/iter_0000001/a", INPUTS, {"version": 1})
 
     async def call(self, method: str, *, deadline_s: float) -> list[Any]:
-        return [(self.upload, True), None]
+        return [self.upload.prefix] if method in RANK_0_METHODS else [(self.upload, True), None]
 
 
 @pytest.mark.parametrize(("run", "own"), [("run", True), ("run2", False), ("other", False)])
@@ -78,7 +79,8 @@ class Trainer:
             rank.held = "w"
 
     async def call(self, method: str, *, deadline_s: float, **arguments: Any) -> list[Any]:
-        return [getattr(rank, method)(**arguments) for rank in self.ranks]
+        ranks = self.ranks[:1] if method in RANK_0_METHODS else self.ranks
+        return [getattr(rank, method)(**arguments) for rank in ranks]
 
 
 async def saved(folder: Path, errors: Sequence[Exception] = ()) -> Any:
