@@ -218,7 +218,6 @@ def _start_checkpoint(ctx: RunContext) -> str | None:
     source = ctx.config.start_from
     if source is None:
         return None
-    checkpoint = checkpoint_of(ctx, source)
     scores = [
         config.train.loss.type == "reward_model"
         for config in (validate_stored(ctx.branches.config(source.branch)), ctx.config)
@@ -230,7 +229,7 @@ def _start_checkpoint(ctx: RunContext) -> str | None:
             found=source.branch,
             expected="a run that trained a policy",
         )
-    return checkpoint
+    return checkpoint_of(ctx, source)
 
 
 def checkpoint_of(ctx: RunContext, source: BranchModel) -> str:

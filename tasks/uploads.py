@@ -68,10 +68,10 @@ async def pending(ctx: RunContext) -> tuple[Upload, bool] | None:
     folder = _folder(ctx)
     # All ranks begin and forget an upload together, and most iterations have none.
     (prefix,) = await ctx.cluster.trainer.call("uploading", deadline_s=deadline_s)
-    # Ranks that served another run before may still hold an upload of that run.
-    if prefix is None or not prefix.startswith(folder):
+    if prefix is None:
         return None
     answers = await ctx.cluster.trainer.call("upload", deadline_s=deadline_s)
+    # Ranks that served another run before may still hold an upload of that run.
     uploads = [
         answer for answer in answers if answer is not None and answer[0].prefix.startswith(folder)
     ]

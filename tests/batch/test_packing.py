@@ -11,6 +11,7 @@ from rlpipe.batch.packing import (
     _deal,
     _differenced,
     attention_length,
+    check_pairs,
     plan,
     scoring_plan,
 )
@@ -218,6 +219,29 @@ def test_select_returns_samples_in_the_given_order():
     assert routed.routed_experts is not None
     assert routed.routed_experts[:, 0].tolist() == [12, 14, 16, 6, 8, 10]
     assert three_samples().rollouts.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "micro_batches"),
+    [
+        ([0, 0, 1, 1], [[2, 3], [0, 1]]),
+        ([0, 0, 1], [[0, 1], [2]]),
+        ([0, 0, 1, 2], [[0, 1], [2, 3]]),
+        ([0, 0, 0, 0], [[0, 1], [2, 3]]),
+        ([0, 0, 1, 1], [[0, 2], [1, 3]]),
+        ([0, 0, 1, 1], [[0, 1, 2], [3]]),
+    ],
+)
+def test_each_two_samples_are_one_pair_in_one_micro_batch(rollouts, micro_batches):
+    batch = BatchColumns.from_lists([[1]] * len(rollouts), [[2]] * len(rollouts))
+    batch = batch.with_columns(rollout=np.array(rollouts, np.int64))
+    steps = ((tuple(map(tuple, micro_batches)),),)
+    packing = PackingPlan(num_samples=len(rollouts), data_parallel=1, max_tokens=99, steps=steps)
+    if micro_batches == [[2, 3], [0, 1]]:
+        check_pairs(batch, packing)
+        return
+    with pytest.raises(DataError, match="not of preference pairs"):
+        check_pairs(batch, packing)
 
 
 def test_a_rollout_number_for_every_sample_or_none():

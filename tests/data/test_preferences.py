@@ -43,6 +43,7 @@ def only_group(*arguments, **settings):
         ((None, "Human: 2? Assistant: 4", "Human: 2? Assistant: 5"), None),
         (([USER], [RIGHT], [WRONG]), ([USER], "4", "5")),
         ((None, [USER, RIGHT], [USER, WRONG]), ([USER], "4", "5")),
+        ((None, [USER, RIGHT], [USER, RIGHT]), ([USER], "4", "4")),
         (("2 + 2?", [USER, RIGHT], [USER, WRONG]), ("2 + 2?", "4", "5")),
         ((None, [USER, RIGHT, USER, RIGHT], [USER, RIGHT, USER, WRONG]), None),
     ],

@@ -82,6 +82,34 @@ def test_a_model_may_move_but_not_change(tmp_path: Path):
     assert str(moved) in str(caught.value.found)
 
 
+async def test_a_policy_does_not_start_from_a_reward_model(tmp_path: Path):
+    directory, _ = begun_run(tmp_path)
+    ctx = opened(tmp_path, directory)
+    scores = validate(
+        {
+            **BASE,
+            "run": "scores",
+            "data": {
+                "prompts": {
+                    **BASE["data"]["prompts"],
+                    "label_key": "chosen",
+                    "rejected_key": "rejected",
+                }
+            },
+            "rollout": {**BASE["rollout"], "type": "dataset", "n_samples_per_prompt": 1},
+            "reward": {"function": {"type": "none"}},
+            "advantage": {"advantage_estimator": "none"},
+            "train": {"loss": {"type": "reward_model"}},
+            "evaluation": {},
+        }
+    )
+    ctx.branches.create("scores", scores.model_dump(mode="json"), "0" * 64)
+    model = {**ctx.config.model.model_dump(mode="json"), "start_from": {"branch": "scores"}}
+    ctx.config = validate({**ctx.config.model_dump(mode="json"), "model": model})
+    with pytest.raises(ConfigError, match="a policy cannot start from a reward model"):
+        begin._start_checkpoint(ctx)
+
+
 async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):
     directory, begun = begun_run(tmp_path)
     again = opened(tmp_path, directory)
@@ -99,6 +127,7 @@ async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):
     )
     (stored,) = [Branches(again.files).get(name) for name in again.branches.names()]
     assert stored.config == again.config.model_dump(mode="json")
+    assert again.branches.get("begun") == stored
     assert (stored.init, stored.branch) == (begun.branches.get("begun").init, "begun")
     # The earlier driver cannot bring its configuration back.
     with pytest.raises(Fenced):

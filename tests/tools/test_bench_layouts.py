@@ -29,6 +29,7 @@ def test_every_layout_divides_the_gpus_and_the_model(gpus: int, name: str) -> No
         assert gpus % (layout.tp * layout.pp * layout.cp) == 0
         assert shape.num_layers % layout.pp == 0 and shape.num_kv_heads % layout.tp == 0
         assert (shape.num_experts > 0) or (layout.ep == 1 and not layout.grouped)
+        assert shape.num_experts == 0 or layout.tp == 1 or layout.ep > 1
 
 
 def test_eight_gpus_have_the_layouts_of_large_runs() -> None:

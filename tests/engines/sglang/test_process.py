@@ -103,6 +103,18 @@ def test_a_configured_argument_replaces_the_default(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("policy", "knows"), [(None, True), ("fcfs", True), ("lof", True), ("lpm", False)]
+)
+def test_checks_pass_waiting_requests_where_the_schedule_policy_knows_priorities(
+    tmp_path, policy, knows
+):
+    make_model(tmp_path / "model", seed=0)
+    table = {} if policy is None else {"schedule_policy": policy}
+    line = _server(tmp_path / "model", tmp_path / "log", **table).arguments()
+    assert ("--enable-priority-scheduling" in line) == knows
+
+
+@pytest.mark.parametrize(
     ("resources", "saves"),
     [({"colocate": True}, True), ({"colocate": True, "offload_rollout": False}, False)],
 )

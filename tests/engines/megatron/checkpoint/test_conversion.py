@@ -36,6 +36,25 @@ SMALL = 60_000
 """Bytes of a file: ten or so for each model."""
 
 
+@pytest.mark.parametrize(
+    ("tokens", "pad"),
+    [
+        ({"pad_token_id": 7, "eos_token_id": 3}, 7),
+        ({"pad_token_id": 0, "eos_token_id": [3, 4]}, 0),
+        ({"pad_token_id": None, "eos_token_id": [3, 4]}, 3),
+        ({"eos_token_id": 3}, 3),
+        ({}, None),
+    ],
+)
+def test_a_reward_model_has_the_token_by_which_transformers_finds_the_end(tmp_path, tokens, pad):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **tokens}))
+    hf_files.classify_sequences(tmp_path)
+    found = json.loads(config.read_text())
+    assert found["pad_token_id"] == pad
+    assert found["architectures"] == ["Qwen3ForSequenceClassification"]
+
+
 @pytest.fixture
 def model(models, tmp_path):
     """A copy of a family's directory, with the other files of a real model."""
