@@ -27,7 +27,8 @@ from rlpipe.slime.flag_keys import BASE, overrides_of
 from rlpipe.store.run_file import find_run
 from tools.command import parsers
 from tools.command.run_words import option_names, read_words
-from tools.train import finish
+from tools.template import template_of_run
+from tools.train import finish, starts_ray
 
 
 def main() -> int:
@@ -45,7 +46,8 @@ def main() -> int:
 
         return cast("Awaitable[dict[str, Any]]", evaluate(**parameters))
 
-    code, summary = finish(start)
+    template = template_of_run(home(), wanted=starts_ray(config.resources))
+    code, summary = finish(start, template=template)
     if summary is not None:
         for line in sampling_notes(config, parameters["run"]):
             print(line, file=sys.stderr)

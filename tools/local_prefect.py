@@ -91,7 +91,7 @@ def local_prefect(home: Path, meanwhile: Callable[[], None] = lambda: None) -> I
         with waiting_for("Prefect server"), kept.starting() if kept else nullcontext():
             url = kept and _find_or_start(kept, folder, meanwhile)
             if url is None:
-                own, url = _start_server(folder, [str(os.getpid())], meanwhile)
+                own, url = start_server(folder, [str(os.getpid())], meanwhile)
         print(f"Prefect UI of this run: {url}", file=sys.stderr)
         yield f"{url}/api"
     finally:
@@ -159,7 +159,7 @@ def _find_or_start(kept: KeptServer, folder: Path, meanwhile: Callable[[], None]
         return None
     kept.use()
     life = ["--unused", str(kept.path), str(idle_s())]
-    server, url = _start_server(folder, life, meanwhile)
+    server, url = start_server(folder, life, meanwhile)
     kept.keep(server.pid, url, settings)
     return url
 
@@ -178,7 +178,7 @@ def _settings_digest() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _start_server(
+def start_server(
     folder: Path, life: list[str], meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server and return it with its URL. Of runs that start at once, one gets port 4200.

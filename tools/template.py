@@ -64,10 +64,11 @@ SESSION = re.compile(
 def template_of_run(home: Path, *, wanted: bool) -> Iterator[None]:
     """Let this process and its children use the template of a home; start it if it does not run.
 
-    Raises: ConfigError for a wrong RLPIPE_PREFECT_IDLE_S.
+    A template that the environment names already is used as it is. Raises: ConfigError for a wrong
+    RLPIPE_PREFECT_IDLE_S.
     """
     kept = own = None
-    if wanted and usable():
+    if wanted and not os.environ.get(VARIABLE) and usable():
         keep_caches_in(home)
         kept = KeptServer.of_home(home, TEMPLATE)
     if kept is None:
@@ -75,7 +76,7 @@ def template_of_run(home: Path, *, wanted: bool) -> Iterator[None]:
         return
     if not idle_s():
         path = kept.path.with_name(f"template-{os.getpid()}")
-        own = _start([str(os.getpid())], path)
+        own = start([str(os.getpid())], path)
         leftovers.record(own.pid, f"{glob.escape(str(path))}*")
         os.environ[VARIABLE] = str(path)
     elif path := _find_or_start(kept):
@@ -113,7 +114,7 @@ def _find_or_start(kept: KeptServer) -> str | None:
         if not kept.end():
             return None
         kept.use()
-        process = _start(["--unused", str(kept.path), str(idle_s())], kept.path)
+        process = start(["--unused", str(kept.path), str(idle_s())], kept.path)
         kept.keep(process.pid, str(kept.path), settings)
         return str(kept.path)
 
@@ -132,8 +133,8 @@ def _settings_digest() -> str:
     return hashlib.sha256(json.dumps([variables, program], sort_keys=True).encode()).hexdigest()
 
 
-def _start(life: list[str], path: Path) -> subprocess.Popen[bytes]:
-    """Start a template. `life`: words that say when it ends."""
+def start(life: list[str], path: Path) -> subprocess.Popen[bytes]:
+    """Start a template. `life`: words that say when it ends. `path`: of its sockets and log."""
     # The flow imports rlpipe from the current folder, if it was started as `python -m tools.train`.
     paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths), **ROOM}

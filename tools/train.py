@@ -135,14 +135,14 @@ def drive(arguments: argparse.Namespace, config: RunConfig) -> int:
             then=partial(client.begin_cluster, config, home()),
         )
 
-    template = template_of_run(home(), wanted=_starts_ray(config.resources))
+    template = template_of_run(home(), wanted=starts_ray(config.resources))
     code, summary = finish(start, begin=begin, template=template, quiet=arguments.quiet)
     if summary is not None:
         print_result(summary)
     return code
 
 
-def _starts_ray(resources: ResourcesConfig) -> bool:
+def starts_ray(resources: ResourcesConfig) -> bool:
     """True if the run starts a Ray of its own, on this machine."""
     return not resources.ray_address and os.environ.get("RAY_ADDRESS", "local") == "local"
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,8 +23,7 @@ from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.batch.files import write_evaluation
 from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.run import RunConfig
-from rlpipe.data.prompts import load_prompts, with_metadata
+from rlpipe.data.prompts import held_out_key, load_prompts, with_metadata
 from rlpipe.data.source import DataSource, evaluation_plan
 from rlpipe.data.tokens import load_tokenizer
 from rlpipe.data.user_source import BufferFilter, CustomSource
@@ -333,10 +333,12 @@ class Generator:
         self._source.check()
         self._overlong = {"data.prompts": self._source.overlong}
         self._held_out = {
-            dataset.name: self._evaluation_plan(dataset) for dataset in config.evaluation.datasets
+            dataset.name: self._evaluation_plan(dataset, held_out_key(number))
+            for number, dataset in enumerate(config.evaluation.datasets)
         }
         self._files = Files(spec.store_root)
-        self._planner = self._create_planner(config)
+        args = slime_args(config)
+        self._planner = self._create_planner(config.rollout, args)
         self._end_ids = end_ids(model_dir, self._tokenizer.eos_token_id)
         self._resources = RolloutResources.load(
             config,
@@ -350,7 +352,6 @@ class Generator:
         in_flight = config.rollout.groups_in_pool(config.async_buffer_size)
         self._pool = Pool(in_flight) if config.rollout.pooled else None
         filter_path = config.rollout.dynamic_sampling_filter_path
-        args = slime_args(config)
         reward = config.reward if config.rollout.scores_while_sampling else None
         self._judge = GroupJudge(
             load_filter(filter_path, args) if filter_path else None, reward, args
@@ -358,9 +359,7 @@ class Generator:
         self._finished_hooks = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
         self._spec = spec  # last: after an error the next set-up loads everything again
 
-    def _create_planner(self, config: RunConfig) -> Planner:
-        rollout = config.rollout
-        args = slime_args(config)
+    def _create_planner(self, rollout: RolloutConfig, args: Namespace) -> Planner:
         return Planner(
             self._source,
             rollout,
@@ -373,10 +372,10 @@ class Generator:
             else None,
         )
 
-    def _evaluation_plan(self, dataset: EvalDataset) -> Plan:
+    def _evaluation_plan(self, dataset: EvalDataset, key: str) -> Plan:
         config = self._config
         sampling, _ = evaluation_settings(dataset, config.rollout, config.reward)
-        rows = with_metadata(load_prompts(dataset.prompts), dataset.metadata_overrides)
+        rows = with_metadata(load_prompts(dataset.prompts, key=key), dataset.metadata_overrides)
         plan, overlong = evaluation_plan(
             dataset,
             rows,

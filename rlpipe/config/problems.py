@@ -137,7 +137,9 @@ def _line(problem: _Problem, origin: Origin) -> str:
     text = f"  {key} ({origin.of(problem.key)}): {problem.text}"
     if problem.found is not None:
         text += f"; found {problem.found}"
-    return text + (f"; expected {'; or '.join(problem.expected)}" if problem.expected else "")
+    if problem.expected:
+        text += f"; expected {'; or '.join(problem.expected)}"
+    return text + (f"; {problem.do}" if problem.do else "")
 
 
 def _problem(entry: Any) -> _Problem:

@@ -322,6 +322,16 @@ def test_the_engine_of_these_tests_has_the_vocabulary_of_the_tokenizer():
     assert VOCAB_SIZE >= 104 and CONTEXT_LEN > 200 and END == 1
 
 
+async def test_an_unreadable_held_out_set_is_named_by_its_own_key(tmp_path: Path):
+    held = {"type": "file", "paths": [str(tmp_path / "held.jsonl")], "input_key": "question"}
+    (tmp_path / "held.jsonl").write_text('{"text": "a"}\n')
+    evaluation = {"datasets": [{"name": "held", "prompts": held}]}
+    spec = _spec(tmp_path, {"rollout_batch_size": 1}, evaluation=evaluation)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"set evaluation\.datasets\.0\.prompts\.input_key to"):
+        await Generator(str(Path.cwd())).setup(DRIVER, spec)
+
+
 async def test_a_generator_draws_each_kept_prompt_once_per_epoch_and_reports_the_overlong_ones(
     tmp_path: Path,
 ):

@@ -211,6 +211,14 @@ def test_a_missing_key_is_named_with_the_reference(recipe):
     assert "num_rollout (" in str(refused(recipe))
 
 
+def test_several_problems_each_say_what_to_do(recipe):
+    error = refused(recipe, "rollout.rollout_temperature=-1", "train.global_batch_sizes=4")
+    first, *lines = str(error).splitlines()
+    assert first.endswith(": 2 problems") and len(lines) == 2
+    assert "; set rollout.rollout_temperature to" in lines[0]
+    assert "rename it, or remove it" in lines[1]
+
+
 def test_a_wrong_value_of_a_union_is_one_problem(recipe):
     error = refused(recipe, "reward.on_error=bad")
     assert error.where == "reward.on_error (override reward.on_error=bad)"

@@ -8,11 +8,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from tests.flows.shared_servers import shared_servers
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_command(
+    home: Path, *words: str, timeout_s: float = 600.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `rlpipe WORDS --home HOME` with the shared servers."""
+    return subprocess.run(
+        [sys.executable, "-m", "rlpipe", *words, "--home", str(home)],
+        cwd=REPOSITORY,
+        env={**os.environ, **shared_servers().environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def command(home: Path, *words: str) -> str:
+    """Return the output of `run_command`; AssertionError if the command fails."""
+    ended = run_command(home, *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
 
 
 class LiveRun:
@@ -21,15 +46,22 @@ class LiveRun:
     """
 
     def __init__(
-        self, home: Path, *arguments: str, environment: Mapping[str, str] | None = None
+        self,
+        home: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        own_servers: bool = False,
     ) -> None:
+        """`own_servers`: the run starts a Prefect server and a template, as a user's does."""
         self.home, self.log = home, home.with_suffix(".log")
+        self._shared = None if own_servers else shared_servers()
+        shared = {} if self._shared is None else self._shared.environment
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tools.train", "--home", str(home), *arguments],
                 cwd=REPOSITORY,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **shared, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -76,11 +108,10 @@ class LiveRun:
         return self.finish(60.0)
 
     def parts(self, chosen: Callable[[str], bool]) -> list[psutil.Process]:
-        """Return child processes whose name or command line matches."""
-        try:
-            below = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        """Return processes of the run whose name or command line matches."""
+        below = [] if self._shared is None else self._shared.forked()
+        with suppress(psutil.NoSuchProcess):
+            below += psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in below if chosen(_line(process))]
 
     def kill_first(self, text: str) -> None:

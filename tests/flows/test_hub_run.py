@@ -36,7 +36,7 @@ def test_a_run_records_the_commits_and_continues_without_a_network(tmp_path: Pat
     cache = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
     with hub_server(repos) as hub:
         online = {**cache, "HF_ENDPOINT": hub.url}
-        with LiveRun(home, "--recipe", str(recipe), environment=online) as run:
+        with LiveRun(home, "--recipe", str(recipe), environment=online, own_servers=True) as run:
             assert run.finish(540) == 0, run.output
         weights = f"GET /org/tiny/resolve/{commits['org/tiny']}/model.safetensors"
         assert hub.requests[weights] == 1, hub.requests
@@ -47,7 +47,7 @@ def test_a_run_records_the_commits_and_continues_without_a_network(tmp_path: Pat
     # The server is gone; branches on the Hub may have moved meanwhile.
     offline = {**cache, "HF_ENDPOINT": "http://127.0.0.1:9"}
     words = ("--recipe", str(recipe), "num_rollout=2")
-    with LiveRun(home, *words, environment=offline) as run:
+    with LiveRun(home, *words, environment=offline, own_servers=True) as run:
         assert run.finish(540) == 0, run.output
     assert "hub 2/2" in run.output
     # The engine that starts during the imports has the settings of the run, so it is kept.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.shards import read_rows
 from rlpipe.types import Stage
-from tests.flows.live_run import REPOSITORY, LiveRun
+from tests.flows.live_run import LiveRun, command
 from tests.flows.test_train import REWARD, SAMPLING, SUPERVISED, WORDS, committed
 
 
@@ -55,23 +53,11 @@ def test_a_run_with_adapters_continues_after_kills_and_engines_have_its_weights(
     assert len({one["state_digest"] for one in digests}) == 4
 
 
-def command(home: Path, module: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments, "--home", str(home)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def evaluate(home: Path, name: str, *arguments: str) -> list[list[int]]:
     """Run an evaluation, and return the tokens of its responses."""
     folder = home / "store" / "nodes" / "eval"
     before = {*folder.glob("*")}
-    command(home, "tools.evaluate", "--name", name, *arguments)
+    command(home, "evaluate", "--name", name, *arguments)
     (new,) = {*folder.glob("*")} - before
     files = Files(home / "store")
     rows = read_rows(files, Nodes(files).get(Stage.EVAL, new.stem).files, columns=["response_ids"])
@@ -91,7 +77,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with LiveRun(folder / "home", *recipe, *LORA) as run:
         assert run.finish(300) == 0, run.output
     arguments = ("--of", "first", "--adapter", "--output-dir", str(folder / "adapter"))
-    command(folder / "home", "tools.convert_torch_dist_to_hf", *arguments)
+    command(folder / "home", "convert", "dist2hf", *arguments)
     return folder
 
 
@@ -145,7 +131,7 @@ def test_a_run_from_a_directory_of_peft_is_rebuilt_replayed_and_forked(exported:
     steps = nodes.get(Stage.TRAIN, first).outputs["steps"]
     assert steps[0]["kl_loss"] == pytest.approx(0, abs=1e-9)
     assert steps[1]["kl_loss"] > 1e-3
-    assert "4 states, all bit" in command(home, "tools.replay", "second", "--ray-address", "local")
+    assert "4 states, all bit" in command(home, "replay", "second", "--ray-address", "local")
 
     fork = ("--fork", "second@0", "--run", "fork")
     moved = exported / "moved" / "adapter"

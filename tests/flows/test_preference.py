@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from transformers import (
 
 from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.objects.files import Files
-from tests.flows.live_run import REPOSITORY, LiveRun
+from tests.flows.live_run import REPOSITORY, LiveRun, command
 from tests.flows.test_train import committed
 
 HELD_OUT = REPOSITORY / "deployments/recipes/preferences/heldout.jsonl"
@@ -25,14 +23,6 @@ HELD_OUT = REPOSITORY / "deployments/recipes/preferences/heldout.jsonl"
 
 def held_out_rows() -> list[dict[str, str]]:
     return [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-
-
-def rlpipe(home: Path, *arguments: str) -> str:
-    """Return the output of a command that must succeed."""
-    command = [sys.executable, "-m", "rlpipe", *arguments, "--home", str(home)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
 
 
 def train_through_a_kill(home: Path, recipe: str, iterations: int) -> None:
@@ -70,9 +60,9 @@ def test_dpo_learns_held_out_preferences_through_a_kill_and_is_replayed_and_fork
     home = tmp_path / "home"
     train_through_a_kill(home, "dpo", 8)
     assert check_branch(Files(home / "store"), "dpo") == []
-    assert "bit for bit" in rlpipe(home, "replay", "dpo")
+    assert "bit for bit" in command(home, "replay", "dpo")
 
-    rlpipe(home, "convert", "dist2hf", "--of", "dpo", "--output-dir", str(tmp_path / "hf"))
+    command(home, "convert", "dist2hf", "--of", "dpo", "--output-dir", str(tmp_path / "hf"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     right = [
@@ -82,7 +72,7 @@ def test_dpo_learns_held_out_preferences_through_a_kill_and_is_replayed_and_fork
     ]
     assert sum(right) / len(right) >= 0.9
 
-    rlpipe(home, "fork", "dpo@6", "--run", "ipo", "train.loss.dpo.loss_type=ipo")
+    command(home, "fork", "dpo@6", "--run", "ipo", "train.loss.dpo.loss_type=ipo")
     assert check_branch(Files(home / "store"), "ipo") == []
 
 
@@ -95,10 +85,10 @@ def test_a_reward_model_learns_held_out_preferences_through_a_kill_and_transform
     home = tmp_path / "home"
     train_through_a_kill(home, "reward_model", 16)
     assert check_branch(Files(home / "store"), "reward_model") == []
-    assert "bit for bit" in rlpipe(home, "replay", "reward_model")
+    assert "bit for bit" in command(home, "replay", "reward_model")
 
     target = tmp_path / "hf"
-    rlpipe(home, "convert", "dist2hf", "--of", "reward_model", "--output-dir", str(target))
+    command(home, "convert", "dist2hf", "--of", "reward_model", "--output-dir", str(target))
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForSequenceClassification.from_pretrained(target, dtype=torch.float32)
     assert model.num_labels == 1

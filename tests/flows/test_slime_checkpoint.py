@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import Plans
 from rlpipe.types import Stage
 from tests.engines.megatron.slime_checkpoint import LR, SEED, Job, write
-from tests.flows.live_run import REPOSITORY, LiveRun
+from tests.flows.live_run import LiveRun, command
 
 ROLLOUTS = 4
 """Of all iterations, slime has trained two."""
@@ -74,17 +72,6 @@ def drawn_after_slime() -> list[str]:
     return prompts[4:8]
 
 
-def command(home: Path, *words: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", *words, "--home", str(home)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.mark.integration
 @pytest.mark.long
 def test_a_run_continues_slimes_checkpoint_and_its_lineage_names_it(
@@ -130,9 +117,9 @@ def test_a_run_continues_slimes_checkpoint_and_its_lineage_names_it(
     assert any(not torch.equal(exported[name], first[name]) for name in exported)
 
     store = ["--store", str(root)]
-    command(home, "tools.audit", "verify", "--run", "continued", *store)
-    assert "sources" in command(home, "tools.audit", "lineage", "--run", "continued", *store)
-    command(home, "tools.replay", "continued", *store)
+    command(home, "audit", "verify", "--run", "continued", *store)
+    assert "sources" in command(home, "audit", "lineage", "--run", "continued", *store)
+    command(home, "replay", "continued", *store)
 
 
 @pytest.mark.integration
@@ -166,4 +153,4 @@ def test_ppo_continues_slimes_critic_and_a_teacher_is_a_megatron_checkpoint(
     for name in ("lr", "critic_lr"):
         rates = [step[name] for node in trained for step in node.outputs["steps"]]
         assert rates == pytest.approx([LR * (1 - done / ROLLOUTS) for done in (2, 3)])
-    command(home, "tools.audit", "verify", "--run", "continued", "--store", str(root))
+    command(home, "audit", "verify", "--run", "continued", "--store", str(root))

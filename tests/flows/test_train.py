@@ -73,7 +73,7 @@ def test_an_interrupted_run_that_loses_processes_continues_with_complete_records
     )
     sizes = ("num_rollout=6", "checkpoint.save_interval=3")
 
-    with LiveRun(home, *arguments, *sizes) as run:
+    with LiveRun(home, *arguments, *sizes, own_servers=True) as run:
         run.wait_until(lambda: committed(home, "small") >= 2)
         servers = [
             process.pid for process in run.parts(lambda line: "rlpipe.engines.sglang" in line)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.types import CONTRACTS, Stage
-from tests.flows.live_run import REPOSITORY, LiveRun
+from tests.flows.live_run import LiveRun, run_command
 from tests.stores.unpacked import check_names, unpack
 from tools.migrate import migrate
 
@@ -71,18 +69,8 @@ def test_a_stored_run_is_replayed_to_the_same_states(home: Path, tmp_path: Path)
     """The states are equal bit for bit on the kind of machine that recorded them. On other machines
     the first weights are equal, and all batches can be trained."""
     found = tmp_path / "states.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.replay",
-        "--home",
-        str(home),
-        "--run",
-        "forked",
-        "--json",
-        str(found),
-    ]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    words = ("replay", "--run", "forked", "--json", str(found))
+    ended = run_command(home, *words, timeout_s=240)
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr
     states = json.loads(found.read_text())["states"]
     assert states[0]["stage"] == "init"

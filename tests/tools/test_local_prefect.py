@@ -237,7 +237,7 @@ def test_a_server_whose_port_another_server_took_gets_another_port(
         )
         monkeypatch.setattr(local_prefect_module, "_end", lambda _server: None)
         monkeypatch.setenv("PREFECT_API_URL", "")
-        _, url = local_prefect_module._start_server(
+        _, url = local_prefect_module.start_server(
             tmp_path, [], lambda: started.append("meanwhile")
         )
     assert started == [f"http://127.0.0.1:{taken}", "meanwhile", url, "meanwhile"]

@@ -39,7 +39,7 @@ def started(
         processes.append(process)
         return process
 
-    monkeypatch.setattr(template, "_start", start)
+    monkeypatch.setattr(template, "start", start)
     monkeypatch.setattr(template, "usable", lambda: True)
     monkeypatch.setattr(leftovers, "FOLDER", str(tmp_path / "private"))
     monkeypatch.setenv("RLPIPE_PREFECT_IDLE_S", "100")
