@@ -307,3 +307,22 @@ def _require_model(directory: Path, maker: str) -> None:
             expected="config.json, *.safetensors and a tokenizer",
         )
     check_files(directory, "model.source.maker")
+
+
+def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
+    """Return the tokens that end a response, from the same sources as SGLang.
+
+    These are the model's configuration, its generation settings and its tokenizer
+    (`of_tokenizer`).
+    """
+    paths = [Path(model_dir) / name for name in ("config.json", "generation_config.json")]
+    sources = [
+        of_tokenizer,
+        *(json.loads(path.read_text()).get("eos_token_id") for path in paths if path.exists()),
+    ]
+    return {
+        token
+        for ids in sources
+        for token in (ids if isinstance(ids, list) else [ids])
+        if isinstance(token, int)
+    }

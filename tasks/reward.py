@@ -8,6 +8,7 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 
+from rlpipe.actors.reward_workers import process_workers
 from rlpipe.batch.files import read_samples, write_rewards
 from rlpipe.config.data import NoReward
 from rlpipe.lineage.stage_inputs import reward_inputs
@@ -60,6 +61,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
             samples,
             ctx.config.reward,
             args=args,
+            process=process_workers(ctx.config.reward),
             progress=lambda done, total: ctx.progress.stage(
                 "reward", k, done=done, total=total, waits_for=waits_for(ctx.config.reward)
             ),

@@ -18,6 +18,7 @@ from rlpipe.errors import ConfigError, HookError
 from rlpipe.model_dir import (
     check_context_len,
     check_stop_ids,
+    end_ids,
     model_directory,
     model_directory_if_present,
     model_fingerprint,
@@ -238,3 +239,10 @@ def test_a_context_longer_than_that_of_a_made_model_is_refused(tmp_path: Path):
         check_context_len(EngineConfig(sglang={"context_length": "1k"}), rollout, (), str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_context_len(EngineConfig(sglang={"context_length": "1k"}), rollout, (), str(tmp_path))
+
+
+def test_end_tokens_come_from_model_generation_settings_and_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert end_ids(str(tmp_path), 5) == {2, 3, 4, 5}
+    assert end_ids(str(tmp_path / "nowhere"), None) == set()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.actors.drivers import Driver
+from rlpipe.actors.reward_workers import process_workers
 from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.batch.files import write_evaluation
 from rlpipe.config.data import EvalDataset, RewardConfig
@@ -29,7 +30,7 @@ from rlpipe.data.tokens import load_tokenizer
 from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.engines.sglang.reply_format import SglangReplies
 from rlpipe.errors import EngineError
-from rlpipe.model_dir import directory_here, prompt_context_len
+from rlpipe.model_dir import directory_here, end_ids, prompt_context_len
 from rlpipe.observe.evaluation_metrics import evaluation_metrics
 from rlpipe.observe.flops import model_flops
 from rlpipe.rewards.reward_rows import score
@@ -250,7 +251,9 @@ class Generator:
             on_gpus=self._on_gpus,
         )
         samples, outputs = await self._sample_held_out(name, context)
-        rows = await score(samples, reward, args=slime_args(self._config))
+        rows = await score(
+            samples, reward, args=slime_args(self._config), process=process_workers(reward)
+        )
         record = write_evaluation(self._files, key, version, samples, rows)
         rewards = [row.reward for row in rows]
         reward_parts = [row.parts for row in rows]
@@ -354,7 +357,10 @@ class Generator:
         filter_path = config.rollout.dynamic_sampling_filter_path
         reward = config.reward if config.rollout.scores_while_sampling else None
         self._judge = GroupJudge(
-            load_filter(filter_path, args) if filter_path else None, reward, args
+            load_filter(filter_path, args) if filter_path else None,
+            reward,
+            args,
+            process_workers(config.reward),
         )
         self._finished_hooks = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
         self._spec = spec  # last: after an error the next set-up loads everything again
@@ -478,22 +484,3 @@ def evaluation_settings(
     The temperature is passed separately, because it may be 0.
     """
     return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward
-
-
-def end_ids(model_dir: str, of_tokenizer: object) -> set[int]:
-    """Return the tokens that end a response, from the same sources as SGLang.
-
-    These are the model's configuration, its generation settings and its tokenizer
-    (`of_tokenizer`).
-    """
-    paths = [Path(model_dir) / name for name in ("config.json", "generation_config.json")]
-    sources = [
-        of_tokenizer,
-        *(json.loads(path.read_text()).get("eos_token_id") for path in paths if path.exists()),
-    ]
-    return {
-        token
-        for ids in sources
-        for token in (ids if isinstance(ids, list) else [ids])
-        if isinstance(token, int)
-    }

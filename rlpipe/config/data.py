@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -309,12 +309,22 @@ class RewardConfig(Config):
     workers: int = Tuning(default=0, ge=0, le=MOST_PROCESSES)
     """Processes that run the verifier; 0: the stage's process runs it. Verifiers that use
     math-verify always get a process."""
+    worker_labels: dict[str, str] | None = Tuning(default=None)
+    """Labels of the Ray nodes on which the processes of `workers` run, one CPU each, such as
+    `{kind: cpu}`; `{}`: any node. None: on the machine of the stage. `rlpipe reprocess` scores on
+    its own machine."""
     attempts: int = Tuning(default=1, ge=1)
     """Attempts per row before an error counts."""
     sample_timeout_s: float = Tuning(default=30.0, gt=0)
     """Deadline of one call of the verifier."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if self.worker_labels is not None and not self.workers:
+            raise ValueError("worker_labels: set workers to the number of processes")
+        return self
 
     @property
     def reads_tokens(self) -> bool:

@@ -56,6 +56,9 @@ Call = list[tuple[int, Sample]]
 Progress = Callable[[int, int], None]
 """(finished rows, all rows to score)."""
 
+StartWorker = Callable[[RewardFunction, Namespace | None], Worker]
+"""Makes a worker that runs a function in a process."""
+
 
 @dataclass(slots=True)
 class RewardRow:
@@ -78,13 +81,14 @@ async def score(
     args: Namespace | None = None,
     progress: Progress | None = None,
     workers: list[Worker] | None = None,
+    process: StartWorker = ProcessWorker,
 ) -> list[RewardRow]:
     """Return one row per sample, in the same order.
 
     Only completed and truncated samples without a reward are scored. With `function.group`, one
     call gets all of these samples of a group. `args` are for functions with slime's signature.
     `workers` come from `open_workers` and serve one call of `score` at a time; None: open workers
-    for this call.
+    for this call, with `process`.
 
     With `workers: 0` an async function runs on this event loop (up to 64 calls at once), and a
     plain function in a thread of this process. Mathematical comparison always runs in a process,
@@ -105,7 +109,7 @@ async def score(
             if workers is not None:
                 await run.score_all(calls, workers)
             else:
-                async with open_workers(config, args, len(calls)) as opened:
+                async with open_workers(config, args, len(calls), process) as opened:
                     await run.score_all(calls, opened)
     except TimeoutError as error:
         raise DeadlineExceeded(
@@ -190,11 +194,15 @@ def _calls(samples: Sequence[Sample], config: RewardConfig) -> list[Call]:
 
 @asynccontextmanager
 async def open_workers(
-    config: RewardConfig, args: Namespace | None = None, max_workers: int = MAX_ASYNC_CALLS
+    config: RewardConfig,
+    args: Namespace | None = None,
+    max_workers: int = MAX_ASYNC_CALLS,
+    process: StartWorker = ProcessWorker,
 ) -> AsyncIterator[list[Worker]]:
     """Yield at most `max_workers` workers of a reward function, and stop them at the end.
 
-    Successive calls of `score` can share them. Raises: ConfigError.
+    Successive calls of `score` can share them. `process` makes the workers with a process. Raises:
+    ConfigError.
     """
     function = config.function
     assert not isinstance(function, NoReward)
@@ -202,7 +210,7 @@ async def open_workers(
     num_processes = max(1, config.workers) if _can_hang(function) else config.workers
     workers: list[Worker]
     if num_processes:
-        workers = [ProcessWorker(function, args) for _ in range(min(num_processes, max_workers))]
+        workers = [process(function, args) for _ in range(min(num_processes, max_workers))]
     else:
         scorer = Scorer(function, args)
         if scorer.is_async:

@@ -40,7 +40,7 @@ EXIT_GRACE_S = 0.5
 """Longest time between the end of a process and its last bytes, in either order."""
 MAX_AT_ONCE = 256
 AT_ONCE_S = 0.1
-"""Longest time between two reports of a thread whose calls are short."""
+"""Longest time between two reports of a worker whose calls are short."""
 
 Outcome = list[Score] | RewardError | DeadlineExceeded
 """The scores of one call, or its error."""
@@ -52,8 +52,10 @@ class Worker(Protocol):
     One task at a time uses it.
     """
 
-    at_once: int
-    """Number of calls to give to the worker together."""
+    @property
+    def at_once(self) -> int:
+        """Number of calls to give to the worker together."""
+        ...
 
     async def call(self, calls: Sequence[Sequence[Sample]], timeout_s: float) -> Sequence[Outcome]:
         """Call the verifier once for each of `calls`: one sample or one group. Return the outcomes.
@@ -63,6 +65,24 @@ class Worker(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+class Pace:
+    """Number of short calls that together take about `AT_ONCE_S`. Entered for all of them."""
+
+    def __init__(self) -> None:
+        self.at_once = 1
+        self._start_s = 0.0
+
+    def __enter__(self) -> None:
+        self._start_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.monotonic() - self._start_s
+        if seconds < AT_ONCE_S / 2:
+            self.at_once = min(2 * self.at_once, MAX_AT_ONCE)
+        elif seconds > AT_ONCE_S:
+            self.at_once = max(1, self.at_once // 2)
 
 
 class SingleCalls(ABC):
@@ -115,19 +135,18 @@ class ThreadWorker:
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
         self._batches: queue.SimpleQueue[_Batch | None] | None = None
-        self.at_once = 1
+        self._pace = Pace()
+
+    @property
+    def at_once(self) -> int:
+        return self._pace.at_once
 
     async def call(self, calls: Sequence[Sequence[Sample]], timeout_s: float) -> Sequence[Outcome]:
         """See `Worker`."""
-        start_s = time.monotonic()
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(calls):
-            outcomes += await self._until_late(calls[len(outcomes) :], timeout_s)
-        seconds = time.monotonic() - start_s
-        if seconds < AT_ONCE_S / 2:
-            self.at_once = min(2 * self.at_once, MAX_AT_ONCE)
-        elif seconds > AT_ONCE_S:
-            self.at_once = max(1, self.at_once // 2)
+        with self._pace:
+            while len(outcomes) < len(calls):
+                outcomes += await self._until_late(calls[len(outcomes) :], timeout_s)
         return outcomes
 
     async def _until_late(

@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 from rlpipe.config.data import RewardConfig
 from rlpipe.errors import RewardError
-from rlpipe.rewards.reward_rows import RewardRow, score
+from rlpipe.rewards.reward_rows import RewardRow, StartWorker, score
+from rlpipe.rewards.workers import ProcessWorker
 from rlpipe.rollout.filters import Filter
 from rlpipe.types import Sample, Status
 
@@ -57,10 +58,12 @@ class GroupJudge:
         keep: Filter | None = None,
         reward: RewardConfig | None = None,
         args: Namespace | None = None,
+        process: StartWorker = ProcessWorker,
     ) -> None:
         """`keep` None accepts every generated group; `reward` None scores none. `args` are for
-        slime's rewards."""
+        slime's rewards. `process`: as `score`."""
         self._keep = keep
+        self._process = process
         self._args = args
         # A verifier's error rejects its group here and never fails the rollout.
         self._reward = reward.model_copy(update={"max_error_fraction": 1.0}) if reward else None
@@ -83,7 +86,7 @@ class GroupJudge:
         """
         samples = [sample for group in groups for sample in group]
         if self._reward is not None:
-            rows = await score(samples, self._reward, args=self._args)
+            rows = await score(samples, self._reward, args=self._args, process=self._process)
         else:
             rows = [RewardRow(sample.group_id, sample.index) for sample in samples]
         row_of = {(row.group_id, row.index): row for row in rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from ray import cloudpickle
@@ -19,9 +20,15 @@ NAMESPACE = "rlpipe-tests"
 
 
 @pytest.fixture(scope="package")
-def started_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def ray_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Home of the local Ray, which has its token."""
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture(scope="package")
+def started_ray(ray_home: Path) -> Iterator[str]:
     """Start a local Ray, and return its namespace."""
-    connect(ResourcesConfig(), tmp_path_factory.mktemp("ray"), namespace=NAMESPACE)
+    connect(ResourcesConfig(), ray_home, namespace=NAMESPACE)
     yield NAMESPACE
     disconnect()
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlpipe.actors.drivers import Driver
-from rlpipe.actors.generator import Generator, RolloutAbandoned, end_ids
+from rlpipe.actors.generator import Generator, RolloutAbandoned
 from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.load import load_run, validate
@@ -309,13 +309,6 @@ async def test_finished_groups_of_an_abandoned_slime_function_are_adopted(live, 
         assert sample.loss_mask.count(0) == 2 and sum(
             tokens for tokens, _ in sample.weight_versions
         ) == len(sample.response_ids)
-
-
-def test_end_tokens_come_from_model_generation_settings_and_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert end_ids(str(tmp_path), 5) == {2, 3, 4, 5}
-    assert end_ids(str(tmp_path / "nowhere"), None) == set()
 
 
 def test_the_engine_of_these_tests_has_the_vocabulary_of_the_tokenizer():

@@ -108,7 +108,7 @@ TUNING = {
     "model.source": "hf_checkpoint megatron_checkpoint megatron_checkpoint_step",
     "data": "num_data_workers streaming_data",
     "rollout": "flush_interval_s timeout_s max_sampling_rounds",
-    "reward": "workers attempts sample_timeout_s timeout_s",
+    "reward": "workers worker_labels attempts sample_timeout_s timeout_s",
     "advantage": "log_probs_max_tokens_per_gpu",
     "train": "timeout_s",
     "teacher": "timeout_s",
@@ -120,7 +120,7 @@ TUNING = {
         "custom_update_weight_post_write_path custom_pull_weights_pre_read_path"
     ),
     "checkpoint": "save_interval keep_local save_hf timeout_s",
-    "evaluation.datasets.1.reward": "workers attempts sample_timeout_s timeout_s",
+    "evaluation.datasets.1.reward": "workers worker_labels attempts sample_timeout_s timeout_s",
     "evaluation": "eval_interval skip_eval_before_train",
     "engine": (
         "sglang router router_url server_concurrency request_timeout_s host "

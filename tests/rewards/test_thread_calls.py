@@ -58,9 +58,11 @@ async def test_one_late_call_of_several_is_an_error_and_the_others_are_scored():
 async def test_a_cancelled_stage_begins_no_further_call():
     scorer = Waiting(late=1)
     worker = ThreadWorker(scorer)
+    before = {*threading.enumerate()}
     stage = asyncio.create_task(worker.call(calls(4), LONG_S))
     assert await asyncio.to_thread(scorer.waits.wait, LONG_S)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "reward"]
+    new = {*threading.enumerate()} - before
+    (thread,) = [thread for thread in new if thread.name == "reward"]
     stage.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stage
@@ -87,7 +89,7 @@ async def test_only_short_calls_are_given_to_the_thread_together(
 
 async def test_calls_become_fewer_when_they_take_longer(monkeypatch: pytest.MonkeyPatch):
     worker = ThreadWorker(Waiting(late=None))
-    worker.at_once = 8
+    worker._pace.at_once = 8
     monkeypatch.setattr(workers, "AT_ONCE_S", 0.0)
     await worker.call(calls(8), LONG_S)
     await worker.stop()

@@ -4,6 +4,7 @@ thing."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.flows.shared_servers import shared_servers
 from tests.soak.spot.__main__ import throughput
 
 
@@ -27,7 +29,11 @@ def test_iterations_count_for_the_nodes_at_their_commit():
 def test_a_run_continues_while_the_nodes_of_its_engines_vanish_and_loses_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "tests.soak.spot", "--home", str(tmp_path / "spot")]
     command += ["--minutes", "0.7", "--every-s", "8", "--away-s", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    # Not the template: a node is killed with its own children.
+    environment = {**os.environ, "PREFECT_API_URL": shared_servers().environment["PREFECT_API_URL"]}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "spot" / "summary.json").read_text())
     assert found["kills"] >= 2 and found["proof"]["replay"]["equal"]

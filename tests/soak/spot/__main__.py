@@ -47,7 +47,7 @@ class Spots:
 
     def add(self) -> None:
         """Start a node."""
-        self._nodes.append(RayNode(self._home, SPOT, num_cpus=1, head=self._head))
+        self._nodes.append(RayNode(self._home, SPOT, num_cpus=1, head=self._head.address))
         self._note()
 
     def kill_oldest(self) -> None:

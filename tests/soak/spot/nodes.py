@@ -39,13 +39,13 @@ class RayNode:
     """One node of the cluster: a process with raylet and workers below it."""
 
     def __init__(
-        self, home: Path, labels: dict[str, str], num_cpus: int, head: RayNode | None = None
+        self, home: Path, labels: dict[str, str], num_cpus: int, head: str | None = None
     ) -> None:
-        """`head`: the node to join; None starts a cluster. Its token is that of the home."""
+        """`head`: address of the cluster to join; None starts one. Its token is the home's."""
         # Ray's sockets have paths of at most 107 characters.
         self._folder = tempfile.TemporaryDirectory(prefix="rlpipe-node-")
         spec = {
-            "gcs_address": head.address if head else None,
+            "gcs_address": head,
             "labels": labels,
             "num_cpus": num_cpus,
             "temp_dir": self._folder.name,
@@ -74,4 +74,6 @@ class RayNode:
         psutil.wait_procs(processes, timeout=30)
         self.process.wait()
         self._log.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         self._folder.cleanup()
