@@ -155,6 +155,7 @@ def prompt_context_len(
     functions = (
         sampling.custom_generate_function_path,
         sampling.rollout_function_path,
+        sampling.environment,
         eval_function,
     )
     return None if any(functions) else model_context_len(model)

@@ -105,7 +105,21 @@ class ReasoningGymPrompts(Config):
     """Python format of the label (the response in supervised rows)."""
 
 
-PromptSource = Annotated[FilePrompts | ReasoningGymPrompts, Field(discriminator="type")]
+class SeedPrompts(Config):
+    """Rows for `rollout.environment` that only have a seed, in `metadata.seed`. The environment
+    makes the task of the seed."""
+
+    type: Literal["seeds"]
+    size: int = Field(ge=1, le=MOST_ROWS)
+    """Number of rows."""
+    seed: int = Field(default=0, ge=0)
+    """Row i has the seed `seed` + i. The seeds of training and of held-out sets must not
+    overlap."""
+
+
+PromptSource = Annotated[
+    FilePrompts | ReasoningGymPrompts | SeedPrompts, Field(discriminator="type")
+]
 
 
 class SlimePosition(Config):
@@ -273,6 +287,13 @@ class PythonReward(Config):
     """Keyword arguments of the class's constructor."""
 
 
+class EnvironmentReward(Config):
+    """The reward and the reward parts that `rollout.environment` gave, in `metadata.environment`
+    of each row."""
+
+    type: Literal["environment"]
+
+
 class NoReward(Config):
     """No reward, for supervised rows."""
 
@@ -287,6 +308,7 @@ RewardFunction = Annotated[
     | RemoteReward
     | JudgeReward
     | PythonReward
+    | EnvironmentReward
     | NoReward,
     Field(discriminator="type"),
 ]

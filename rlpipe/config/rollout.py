@@ -47,6 +47,20 @@ class ToolConfig(Config):
     """Keyword arguments of the class, or of each call of the function."""
 
 
+class GymEnvironment(Config):
+    """An environment with `reset` and `step`, as in Gymnasium, whose observations and actions are
+    texts. `rlpipe.rollout.environments.gym` describes its methods."""
+
+    type: Literal["gym"]
+    path: str
+    """Class or function that makes one environment for each rollout: `path/to/file.py:make` or
+    `package.module.make`. A method may be plain, which runs in a thread, or async."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class or function."""
+    call_timeout_s: float = Tuning(default=60.0, gt=0)
+    """Deadline of one call of the environment. After a missed deadline the rollout fails."""
+
+
 class RolloutConfig(Config):
     """Number of responses and their sampling. `type: dataset` uses the rows' own answers
     (supervised)."""
@@ -104,14 +118,19 @@ class RolloutConfig(Config):
     tools: tuple[ToolConfig, ...] = ()
     """Tools of the policy. If not empty, responses have several turns with the tools' answers
     between them. See `rlpipe.rollout.multi_turn`."""
+    environment: GymEnvironment | None = None
+    """Environment that the policy acts in: each reply is an action, the observations follow as
+    tokens with loss mask 0, and `reward.function.type: environment` is the sum of its rewards.
+    None: no environment."""
     tool_call_format: Literal["tags", "hermes"] = "tags"
     """`tags`: `<name>argument</name>`, answered by `<result>...</result>`. `hermes`: JSON in
     `<tool_call>` tags, answered in the format of Qwen's chat template."""
     max_turns: int = Field(default=5, ge=1, le=MOST_ROWS)
-    """Turns of the policy in one rollout with tools. User functions read it as `args.max_turns`."""
+    """Turns of the policy in one rollout with tools or an environment. User functions read it as
+    `args.max_turns`."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Longest single turn in tokens; None: the rest of rollout_max_response_len, which counts the
-    tools' answers too."""
+    answers of tools and the observations too."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one tool call. After a missed deadline the tool's answer says so."""
     max_tool_response_len: int = Field(default=512, ge=1)
@@ -182,6 +201,7 @@ class RolloutConfig(Config):
             "rollout_function_path": self.rollout_function_path,
             "custom_generate_function_path": self.custom_generate_function_path,
             "tools": self.tools,
+            "environment": self.environment,
         }
         given = [name for name, value in methods.items() if value]
         if len(given) > 1 and given != ["rollout_function_path", "custom_generate_function_path"]:
@@ -189,16 +209,16 @@ class RolloutConfig(Config):
                 f"rollout.{given[0]} and rollout.{given[1]} are two sampling methods; remove one "
                 "of them"
             )
-        if self.rollout_function_path and self.type == "dataset":
-            raise ValueError(
-                "rollout.type: dataset samples nothing; remove rollout.rollout_function_path"
-            )
+        function = "rollout_function_path" if self.rollout_function_path else "environment"
+        if self.type == "dataset" and getattr(self, function):
+            raise ValueError(f"rollout.type: dataset samples nothing; remove rollout.{function}")
         return self
 
     @property
     def samples_by_user_function(self) -> bool:
-        """True if a function of the user makes the requests to the engines."""
-        return bool(self.custom_generate_function_path or self.rollout_function_path)
+        """True if a function or environment of the user determines the requests to the engines."""
+        functions = (self.custom_generate_function_path, self.rollout_function_path)
+        return self.environment is not None or any(functions)
 
     @property
     def hook_paths(self) -> tuple[str, ...]:
@@ -222,6 +242,8 @@ class RolloutConfig(Config):
 
     def _with_sample_hooks_and_tools(self, functions: tuple[str | None, ...]) -> tuple[str, ...]:
         paths = [path for path in functions if path]
+        if self.environment is not None:
+            paths.append(self.environment.path)
         paths += [*self.rollout_sample_hook_path, *(tool.path for tool in self.tools)]
         return tuple(dict.fromkeys(paths))
 
@@ -231,14 +253,14 @@ class RolloutConfig(Config):
 
         Stop texts and minimum lengths need it, and user functions may ask for both.
         """
-        functions = (
+        sources = (
             self.custom_generate_function_path,
             self.rollout_function_path,
             self.eval_function_path,
+            self.environment,
+            self.tools,
         )
-        return bool(
-            self.rollout_stop or self.rollout_min_new_tokens or self.tools or any(functions)
-        )
+        return bool(self.rollout_stop or self.rollout_min_new_tokens or any(sources))
 
     @property
     def responses_skip_special_tokens(self) -> bool:

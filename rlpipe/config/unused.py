@@ -82,7 +82,7 @@ def _has_turns(c: RunConfig) -> bool:
         rollout.rollout_function_path,
         rollout.eval_function_path,
     )
-    return bool(rollout.tools) or any(functions)
+    return bool(rollout.tools or rollout.environment) or any(functions)
 
 
 DEPENDENCIES: tuple[Dependency, ...] = (
@@ -97,7 +97,8 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         """
         rollout.rollout_top_p rollout.rollout_top_k rollout.rollout_stop
         rollout.rollout_stop_token_ids rollout.rollout_min_new_tokens rollout.tools
-        rollout.custom_generate_function_path rollout.rollout_sample_hook_path
+        rollout.custom_generate_function_path rollout.environment
+        rollout.rollout_sample_hook_path
         """,
         _samples,
         "rollout.type: sample, or held-out sets",
@@ -135,12 +136,18 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     _needs(
         "rollout.loss_mask_type", lambda c: c.rollout.type == "dataset", "rollout.type: dataset"
     ),
-    _needs("rollout.max_turns", _has_turns, "rollout.tools, or a function that samples"),
     _needs(
-        """
-        rollout.tool_call_format rollout.max_turn_tokens rollout.tool_timeout_s
-        rollout.max_tool_response_len
-        """,
+        "rollout.max_turns",
+        _has_turns,
+        "rollout.tools, rollout.environment, or a function that samples",
+    ),
+    _needs(
+        "rollout.max_turn_tokens",
+        lambda c: c.rollout.tools or c.rollout.environment,
+        "rollout.tools or rollout.environment",
+    ),
+    _needs(
+        "rollout.tool_call_format rollout.tool_timeout_s rollout.max_tool_response_len",
         lambda c: c.rollout.tools,
         "rollout.tools",
     ),

@@ -1,4 +1,4 @@
-"""Load prompts from files or from `reasoning_gym` as one sequence of `PromptRow`.
+"""Load prompts from files, from `reasoning_gym` or from seeds as one sequence of `PromptRow`.
 
 Every row is checked when it is loaded. A bad row is an error that names it (`file:line` or
 `task[item]`); no row is skipped. A file can be given as `path@[a:b]`, a Python slice of its rows.
@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from rlpipe.config.data import FilePrompts, PromptSource
+from rlpipe.config.data import FilePrompts, PromptSource, SeedPrompts
 from rlpipe.data.preferences import preference
 from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
 from rlpipe.errors import DataError
@@ -87,6 +87,9 @@ def load_prompts(
     Raises: DataError for a file that is missing, empty or unreadable, and for a bad row;
     ConfigError for an unknown task, argument or format.
     """
+    if isinstance(source, SeedPrompts):
+        seeds = range(source.seed, source.seed + source.size)
+        return [PromptRow(str(seed), None, {"seed": seed}, f"{key}[{seed}]") for seed in seeds]
     if not isinstance(source, FilePrompts):
         # Imported here: reasoning_gym takes about a second to import.
         from rlpipe.data.reasoning_gym_questions import make_questions

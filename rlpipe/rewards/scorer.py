@@ -24,6 +24,7 @@ from numbers import Real
 from typing import Any
 
 from rlpipe.config.data import (
+    EnvironmentReward,
     JudgeReward,
     MathReward,
     NoReward,
@@ -41,6 +42,8 @@ from rlpipe.rewards.answers import without_end
 from rlpipe.rewards.user_rewards import load_custom
 from rlpipe.types import Sample
 
+ENVIRONMENT_KEY = "environment"
+"""Entry of a row's metadata with the reward and the parts of `rollout.environment`."""
 MAX_PARTS = 256
 """Each reward part is a column of the run's tables and a curve of its report."""
 
@@ -137,6 +140,8 @@ def _load(config: RewardFunction, args: Namespace | None) -> tuple[Callable[...,
         from rlpipe.rewards.reasoning_gym import make_reward
 
         return make_reward(config), "reward"
+    if isinstance(config, EnvironmentReward):
+        return _environment_reward, "reward"
     if isinstance(config, MathReward) and not config.boxed:
         from rlpipe.rewards.math import reward
 
@@ -150,6 +155,22 @@ def _load(config: RewardFunction, args: Namespace | None) -> tuple[Callable[...,
     from rlpipe.rewards.rules import make_rule
 
     return make_rule(config), _rule_reward_key(config)
+
+
+def _environment_reward(sample: Sample) -> dict[str, float]:
+    """Return the reward and the parts that `rollout.environment` stored in the row.
+
+    Raises: RewardError for a row of a run without an environment.
+    """
+    episode = sample.metadata.get(ENVIRONMENT_KEY)
+    if not isinstance(episode, dict) or "reward" not in episode:
+        raise RewardError(
+            "the sample has no reward of an environment",
+            where=f"metadata.{ENVIRONMENT_KEY}",
+            expected="an entry 'reward'",
+            do="set rollout.environment, or another reward.function",
+        )
+    return {**(episode.get("parts") or {}), "reward": episode["reward"]}
 
 
 def _rule_reward_key(config: RuleReward | RowReward | MathReward) -> str:

@@ -1,6 +1,7 @@
 """Build the generate function of a run.
 
-A run samples in one turn, in turns with tools, with a user function, or takes given responses.
+A run samples in one turn, in turns with tools, in an environment, with a user
+function, or takes given responses.
 
 Entry points: `RolloutResources.load` once per run; then per rollout `open_generate_function`, or
 `open_rollout_function` where a user function replaces the whole rollout.
@@ -28,6 +29,7 @@ from rlpipe.rollout.agent.gateway import Gateway, GatewayPorts
 from rlpipe.rollout.agent.replies import ReplyFormat
 from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.environments.gym import GymRollouts, load_environment
 from rlpipe.rollout.generate import (
     FINISHED,
     Decode,
@@ -73,6 +75,8 @@ class RolloutResources:
     routed_width: int
     """Numbers per token of the routed experts that the trainer replays. 0: it replays none."""
     tools: dict[str, Tool]
+    environment: Callable[[], Any] | None
+    """Makes one environment of `rollout.environment`."""
     generate_hook: GenerateHook | None
     eval_generate_hooks: dict[str, GenerateHook]
     """Generate functions of held-out sets, by path."""
@@ -114,6 +118,7 @@ class RolloutResources:
             model_context_len=model_context_len(model) or _UNLIMITED_TOKENS,
             routed_width=routed_width(model) if config.train.use_rollout_routing_replay else 0,
             tools=load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s),
+            environment=load_environment(rollout.environment) if rollout.environment else None,
             generate_hook=load_generate(generate_path) if generate_path else None,
             eval_generate_hooks={
                 path: load_generate(path, eval_generate_key) for path in eval_generate_paths if path
@@ -215,13 +220,19 @@ async def open_generate_function(
         generate = _multi_turn(resources, context, client)
     else:
         generate = _single_turn(resources, context, client)
-    if hook is None and not resources.sample_hooks:
+    if hook is None and resources.environment is None and not resources.sample_hooks:
         yield generate
         return
     async with UserEndpoints.open(resources, context, client) as endpoints:
         args = hook_args(resources, endpoints.gateway, context)
+        continues = True
+        if hook is None and resources.environment is not None:
+            hook = _environment_hook(resources, resources.environment, context, endpoints)
+            continues = False
         if hook is not None:
-            generate = _user_generate(resources, hook, context, args, endpoints)
+            generate = _user_generate(
+                resources, hook, context, args, endpoints, continues=continues
+            )
         yield _WithSampleHooks(generate, resources, context, args)
 
 
@@ -378,12 +389,34 @@ def _multi_turn(
     )
 
 
+def _environment_hook(
+    resources: RolloutResources,
+    make: Callable[[], Any],
+    context: RolloutContext,
+    endpoints: UserEndpoints,
+) -> GenerateHook:
+    assert context.rollout.environment is not None
+    rollouts = GymRollouts(
+        make,
+        context.rollout,
+        endpoints.sessions,
+        chat=resources.config.data.apply_chat_template,
+        context_len=resources.limits(context).context_len,
+        rollout_seed=resources.config.data.rollout_seed,
+    )
+    return GenerateHook(
+        context.rollout.environment.path, rollouts, of_group=False, takes_evaluation=False
+    )
+
+
 def _user_generate(
     resources: RolloutResources,
     hook: GenerateHook,
     context: RolloutContext,
     args: Namespace,
     endpoints: UserEndpoints,
+    *,
+    continues: bool,
 ) -> UserGenerate:
     # The parameters have slime's values for text, because the function may tokenize it again.
     params = {
@@ -402,6 +435,7 @@ def _user_generate(
         limits=resources.limits(context),
         evaluation=context.evaluation,
         seeded=resources.seeded(on_gpus=context.on_gpus),
+        continues=continues,
         stop=context.stop,
     )
 

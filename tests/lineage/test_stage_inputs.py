@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rlpipe.config.base import Config
 from rlpipe.config.data import EvalDataset, FilePrompts, NoReward, RewardConfig
 from rlpipe.config.load import RECIPES, load_run, validate
-from rlpipe.config.rollout import ToolConfig
+from rlpipe.config.rollout import GymEnvironment, ToolConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.config.smoke import SMOKE
 from rlpipe.lineage.stage_inputs import (
@@ -180,6 +180,8 @@ def other(name: str, value: Any) -> Any:
     hook = "rlpipe.rollout.filters.reward_nonzero_std"
     if name == "tools":
         return (ToolConfig(path=hook),)
+    if name == "environment":
+        return GymEnvironment(type="gym", path=hook)
     if name.endswith("_path"):
         return (hook,) if isinstance(value, tuple) else hook
     if name == "over_sampling_batch_size":

@@ -205,11 +205,15 @@ class ChatSessions:
         name = request.match_info.get("session")
         if name is None:
             return Session(None, Conversation(self._text))
-        session = self._open.get(name)
+        return self.session(name, request.path)
+
+    def session(self, name: str | None, where: str = "session") -> Session:
+        """Return an open session by its name. Raises: DataError if it does not exist."""
+        session = self._open.get(name or "")
         if session is None:
             raise DataError(
                 "the session does not exist",
-                where=request.path,
+                where=where,
                 found=name,
                 expected="a sample's session_id",
             )

@@ -119,7 +119,8 @@ class Sessions(Protocol):
 class UserGenerate:
     """The generate function that calls a user's function.
 
-    `sessions` serve the function's chat completions. After `stop` is set, the function has
+    `sessions` serve the function's chat completions. Without `continues` an unfinished rollout of
+    an earlier iteration starts again from its prompt. After `stop` is set, the function has
     CUT_OFF_GRACE_S to return.
     """
 
@@ -134,6 +135,7 @@ class UserGenerate:
         sessions: Sessions | None = None,
         evaluation: bool = False,
         seeded: bool = False,
+        continues: bool = True,
         stop: asyncio.Event | None = None,
     ) -> None:
         self.hook = hook
@@ -144,11 +146,12 @@ class UserGenerate:
         self.sessions = sessions
         self.evaluation = evaluation
         self.seeded = seeded
+        self.continues = continues
         self.stop = stop
 
     async def __call__(self, group: PlannedGroup, so_far: Sequence[Sample] = ()) -> list[Sample]:
         """Sample a group. Raises: GroupFailed with all rows if the function failed on one."""
-        finished, rollouts = _open_rollouts(group, so_far)
+        finished, rollouts = _open_rollouts(group, so_far, continues=self.continues)
         if self.hook.of_group:
             work = [self._sample_group(group, rollouts)]
         else:
@@ -292,7 +295,7 @@ class _CutOffError(Exception):
 
 
 def _open_rollouts(
-    group: PlannedGroup, so_far: Sequence[Sample]
+    group: PlannedGroup, so_far: Sequence[Sample], *, continues: bool
 ) -> tuple[list[Sample], list[_Rollout]]:
     """Return the finished rows of a group, and the rollouts to start or continue.
 
@@ -305,7 +308,7 @@ def _open_rollouts(
         if rows and all(row.status in FINISHED for row in rows):
             finished += rows
             continue
-        before = rows[0] if len(rows) == 1 and rows[0].response_ids else None
+        before = rows[0] if continues and len(rows) == 1 and rows[0].response_ids else None
         sample = copy.deepcopy(before) if before is not None else planned_sample(group, number)
         sample.rollout_id = number
         sample.session_id = session_id(group, number)

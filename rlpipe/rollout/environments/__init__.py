@@ -1,0 +1,1 @@
+"""Environments in which the policy acts: `rollout.environment`."""
