@@ -28,7 +28,7 @@ def test_iterations_count_for_the_nodes_at_their_commit():
 @pytest.mark.integration
 def test_a_run_continues_while_the_nodes_of_its_engines_vanish_and_loses_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "tests.soak.spot", "--home", str(tmp_path / "spot")]
-    command += ["--minutes", "0.7", "--every-s", "8", "--away-s", "12"]
+    command += ["--kills", "2"]
     # Not the template: a node is killed with its own children.
     environment = {**os.environ, "PREFECT_API_URL": shared_servers().environment["PREFECT_API_URL"]}
     done = subprocess.run(
@@ -36,6 +36,4 @@ def test_a_run_continues_while_the_nodes_of_its_engines_vanish_and_loses_nothing
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "spot" / "summary.json").read_text())
-    assert found["kills"] >= 2 and found["proof"]["replay"]["equal"]
-    said = (tmp_path / "spot" / "run.log").read_text()
-    assert "waits for room in the Ray cluster" in said and "has room again" in said
+    assert found["kills"] == 2 and found["proof"]["replay"]["equal"]

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +31,8 @@ from tests.soak.spot.nodes import RESERVED, SPOT, RayNode
 
 RUN = "spot"
 POLL_S = 0.2
-FIRST_COMMIT_S = 300.0
+STEP_S = 300.0
+"""Longest wait for the next thing that the run does."""
 
 
 class Spots:
@@ -86,7 +89,11 @@ def drive(home: Path, arguments: argparse.Namespace) -> tuple[Spots, Watch, Ledg
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     try:
-        follow(run, watch, ledger, spots, arguments)
+        pulse = Pulse(run, watch, ledger, home / "run.log")
+        if arguments.kills:
+            kill_in_turn(pulse, spots, arguments.kills)
+        else:
+            kill_by_time(pulse, spots, arguments)
         run.send_signal(signal.SIGINT)
         code = run.wait(180)
     finally:
@@ -97,35 +104,62 @@ def drive(home: Path, arguments: argparse.Namespace) -> tuple[Spots, Watch, Ledg
     return spots, watch, ledger, code
 
 
-def follow(
-    run: subprocess.Popen[bytes],
-    watch: Watch,
-    ledger: Ledger,
-    spots: Spots,
-    arguments: argparse.Namespace,
-) -> None:
-    """Kill and add nodes in turn until the time is over. Raises: RuntimeError if the run ends."""
-    first_s = time.monotonic() + FIRST_COMMIT_S
-    while not watch.commits and time.monotonic() < first_s and run.poll() is None:
-        watch.poll()
-        time.sleep(POLL_S)
+@dataclass
+class Pulse:
+    """What the run has committed and said."""
+
+    run: subprocess.Popen[bytes]
+    watch: Watch
+    ledger: Ledger
+    log: Path
+
+    def wait(self, reached: Callable[[], bool], timeout_s: float = float("inf")) -> None:
+        """Wait until `reached`. Raises: RuntimeError if the run ends first; TimeoutError."""
+        end_s = time.monotonic() + timeout_s
+        while not reached():
+            if self.run.poll() is not None:
+                raise RuntimeError(f"the run ended with {self.run.returncode}; see {self.log}")
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"nothing happened for {timeout_s:g} s; see {self.log}")
+            time.sleep(POLL_S)
+            self.watch.poll()
+            self.ledger.look()
+
+    def wait_for_commits(self, number: int) -> None:
+        """Wait for further commits."""
+        wanted = len(self.watch.commits) + number
+        self.wait(lambda: len(self.watch.commits) >= wanted, STEP_S)
+
+    def wait_for_words(self, words: str, times: int) -> None:
+        """Wait until the run has said these words so often."""
+        self.wait(lambda: self.log.read_text(errors="replace").count(words) >= times, STEP_S)
+
+
+def kill_by_time(pulse: Pulse, spots: Spots, arguments: argparse.Namespace) -> None:
+    """Kill and add nodes in turn until the time is over."""
+    pulse.wait_for_commits(1)
     end_s = time.monotonic() + 60 * arguments.minutes
-    next_s = time.monotonic() + arguments.every_s
-    is_away = False
-    while time.monotonic() < end_s:
-        if run.poll() is not None:
-            raise RuntimeError(f"the run ended with {run.returncode}; see run.log")
-        watch.poll()
-        ledger.look()
-        if time.monotonic() > next_s:
-            if is_away:
-                spots.add()
-            else:
-                spots.kill_oldest()
-            is_away = not is_away
-            next_s = time.monotonic() + (arguments.away_s if is_away else arguments.every_s)
-        time.sleep(POLL_S)
-    watch.poll()
+    change, seconds = spots.kill_oldest, arguments.every_s
+    while (now_s := time.monotonic()) < end_s:
+        next_s = min(end_s, now_s + seconds)
+        pulse.wait(lambda until_s=next_s: time.monotonic() >= until_s)
+        if next_s < end_s:
+            change()
+        is_away = change == spots.kill_oldest
+        change = spots.add if is_away else spots.kill_oldest
+        seconds = arguments.away_s if is_away else arguments.every_s
+
+
+def kill_in_turn(pulse: Pulse, spots: Spots, kills: int) -> None:
+    """Kill nodes one after another, each once its predecessor's place is taken."""
+    for number in range(1, kills + 1):
+        pulse.wait_for_commits(2)
+        spots.kill_oldest()
+        pulse.wait_for_words("waits for room in the Ray cluster", number)
+        pulse.wait_for_commits(1)
+        spots.add()
+        pulse.wait_for_words("has room again", number)
+    pulse.wait_for_commits(2)
 
 
 def throughput(watch: Watch, spots: Spots) -> dict[int, tuple[int, float]]:
@@ -162,6 +196,7 @@ def main() -> int:
     """Run, kill, prove."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.spot", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="minutes of kills")
+    parser.add_argument("--kills", type=int, default=0, help="end after this number of kills")
     parser.add_argument("--spots", type=int, default=2, help="spot nodes, with one engine each")
     parser.add_argument("--every-s", type=float, default=35.0, help="seconds with all nodes")
     parser.add_argument("--away-s", type=float, default=25.0, help="seconds with one node less")
