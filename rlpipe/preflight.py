@@ -56,7 +56,7 @@ from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.rewards.answers import require_text_label
 from rlpipe.rewards.scorer import Scorer
 from rlpipe.rewards.user_rewards import needed_columns
-from rlpipe.rollout.environments.gym import load_environment
+from rlpipe.rollout.environments.loaded import check_environment
 from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
 from rlpipe.rollout.hooks.rollout_function import load_rollout_function
 from rlpipe.rollout.tools import load_tools
@@ -346,7 +346,7 @@ def _check_functions(rollout: RolloutConfig) -> None:
     SampleHooks(rollout.rollout_sample_hook_path)
     load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s)
     if rollout.environment is not None:
-        load_environment(rollout.environment)
+        check_environment(rollout.environment)
 
 
 def _checked_rows(source: PromptSource, held_out: str, key: str) -> Sequence[PromptRow]:

@@ -86,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     without_browser = browser() is None
     packages = ("transformer_engine", "peft")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if not os.environ.get("RLPIPE_VERIFIERS_PYTHON"):
+        missing.append("verifiers")
     if beyond := [
         item
         for item in items

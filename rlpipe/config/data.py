@@ -117,8 +117,27 @@ class SeedPrompts(Config):
     overlap."""
 
 
+class VerifiersPrompts(Config):
+    """The tasks of a taskset of the package `verifiers`, for `rollout.environment`."""
+
+    type: Literal["verifiers"]
+    id: str
+    """Id of the taskset."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the taskset: verifiers' section `env.taskset`."""
+    size: int = Field(ge=1, le=MOST_ROWS)
+    """Most tasks. A finite taskset may have fewer."""
+    skip: int = Field(default=0, ge=0)
+    """Tasks before the first one, for a held-out set of the same taskset."""
+    python: str = Tuning(...)
+    """Python interpreter that has the package `verifiers`."""
+    start_timeout_s: float = Tuning(default=120.0, gt=0)
+    """Deadline of reading the tasks."""
+
+
 PromptSource = Annotated[
-    FilePrompts | ReasoningGymPrompts | SeedPrompts, Field(discriminator="type")
+    FilePrompts | ReasoningGymPrompts | SeedPrompts | VerifiersPrompts,
+    Field(discriminator="type"),
 ]
 
 

@@ -61,6 +61,27 @@ class GymEnvironment(Config):
     """Deadline of one call of the environment. After a missed deadline the rollout fails."""
 
 
+class VerifiersEnvironment(Config):
+    """An environment of the package `verifiers`, as it is. It runs in a Python interpreter of its
+    own, because verifiers 0.4.0 and SGLang need different versions of `openai`. Its agents use the
+    session of the rollout as their model. See `rlpipe.rollout.environments.verifiers`."""
+
+    type: Literal["verifiers"]
+    id: str
+    """Id of the taskset, as in `vf-eval ID`. Its package is installed in `python`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Other keys of verifiers' section `env`, such as `agent: {runtime: {type: subprocess}}`."""
+    python: str = Tuning(...)
+    """Python interpreter that has the package `verifiers`: `venv/bin/python`."""
+    max_concurrent: int = Tuning(default=64, ge=1)
+    """Episodes at once; the others wait."""
+    start_timeout_s: float = Tuning(default=120.0, gt=0)
+    """Deadline of the import of verifiers and the environment."""
+
+
+EnvironmentConfig = Annotated[GymEnvironment | VerifiersEnvironment, Field(discriminator="type")]
+
+
 class RolloutConfig(Config):
     """Number of responses and their sampling. `type: dataset` uses the rows' own answers
     (supervised)."""
@@ -118,7 +139,7 @@ class RolloutConfig(Config):
     tools: tuple[ToolConfig, ...] = ()
     """Tools of the policy. If not empty, responses have several turns with the tools' answers
     between them. See `rlpipe.rollout.multi_turn`."""
-    environment: GymEnvironment | None = None
+    environment: EnvironmentConfig | None = None
     """Environment that the policy acts in: each reply is an action, the observations follow as
     tokens with loss mask 0, and `reward.function.type: environment` is the sum of its rewards.
     None: no environment."""
@@ -242,7 +263,7 @@ class RolloutConfig(Config):
 
     def _with_sample_hooks_and_tools(self, functions: tuple[str | None, ...]) -> tuple[str, ...]:
         paths = [path for path in functions if path]
-        if self.environment is not None:
+        if isinstance(self.environment, GymEnvironment):
             paths.append(self.environment.path)
         paths += [*self.rollout_sample_hook_path, *(tool.path for tool in self.tools)]
         return tuple(dict.fromkeys(paths))

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from rlpipe.config.data import FilePrompts, NoReward
 from rlpipe.config.problems import Origin
+from rlpipe.config.rollout import GymEnvironment
 from rlpipe.config.run import RunConfig
 
 Condition = Callable[[RunConfig], Any]
@@ -75,6 +76,10 @@ def _rejects(c: RunConfig) -> bool:
     return loss.use_rs or loss.rs_veto_threshold is not None or loss.use_tis
 
 
+def _is_gym(c: RunConfig) -> bool:
+    return isinstance(c.rollout.environment, GymEnvironment)
+
+
 def _has_turns(c: RunConfig) -> bool:
     rollout = c.rollout
     functions = (
@@ -82,7 +87,7 @@ def _has_turns(c: RunConfig) -> bool:
         rollout.rollout_function_path,
         rollout.eval_function_path,
     )
-    return bool(rollout.tools or rollout.environment) or any(functions)
+    return bool(rollout.tools or _is_gym(c)) or any(functions)
 
 
 DEPENDENCIES: tuple[Dependency, ...] = (
@@ -139,12 +144,12 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     _needs(
         "rollout.max_turns",
         _has_turns,
-        "rollout.tools, rollout.environment, or a function that samples",
+        "rollout.tools, rollout.environment of type gym, or a function that samples",
     ),
     _needs(
         "rollout.max_turn_tokens",
-        lambda c: c.rollout.tools or c.rollout.environment,
-        "rollout.tools or rollout.environment",
+        lambda c: c.rollout.tools or _is_gym(c),
+        "rollout.tools, or rollout.environment of type gym",
     ),
     _needs(
         "rollout.tool_call_format rollout.tool_timeout_s rollout.max_tool_response_len",

@@ -1,4 +1,4 @@
-"""Load prompts from files, from `reasoning_gym` or from seeds as one sequence of `PromptRow`.
+"""Load prompts from files, `reasoning_gym`, `verifiers` or seeds as one sequence of `PromptRow`.
 
 Every row is checked when it is loaded. A bad row is an error that names it (`file:line` or
 `task[item]`); no row is skipped. A file can be given as `path@[a:b]`, a Python slice of its rows.
@@ -21,9 +21,10 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from rlpipe.config.data import FilePrompts, PromptSource, SeedPrompts
+from rlpipe.config.data import FilePrompts, PromptSource, SeedPrompts, VerifiersPrompts
 from rlpipe.data.preferences import preference
 from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
+from rlpipe.data.verifiers_tasks import TASK_KEY, read_tasks
 from rlpipe.errors import DataError
 from rlpipe.store.labels import label_text
 from rlpipe.types import Prompt
@@ -90,6 +91,11 @@ def load_prompts(
     if isinstance(source, SeedPrompts):
         seeds = range(source.seed, source.seed + source.size)
         return [PromptRow(str(seed), None, {"seed": seed}, f"{key}[{seed}]") for seed in seeds]
+    if isinstance(source, VerifiersPrompts):
+        return [
+            PromptRow(prompt, None, {TASK_KEY: task}, f"{source.id}[{source.skip + number}]")
+            for number, (prompt, task) in enumerate(read_tasks(source, key))
+        ]
     if not isinstance(source, FilePrompts):
         # Imported here: reasoning_gym takes about a second to import.
         from rlpipe.data.reasoning_gym_questions import make_questions

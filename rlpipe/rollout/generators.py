@@ -29,7 +29,7 @@ from rlpipe.rollout.agent.gateway import Gateway, GatewayPorts
 from rlpipe.rollout.agent.replies import ReplyFormat
 from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
-from rlpipe.rollout.environments.gym import GymRollouts, load_environment
+from rlpipe.rollout.environments.loaded import Environment, load_environment
 from rlpipe.rollout.generate import (
     FINISHED,
     Decode,
@@ -75,8 +75,8 @@ class RolloutResources:
     routed_width: int
     """Numbers per token of the routed experts that the trainer replays. 0: it replays none."""
     tools: dict[str, Tool]
-    environment: Callable[[], Any] | None
-    """Makes one environment of `rollout.environment`."""
+    environment: Environment | None
+    """`rollout.environment`."""
     generate_hook: GenerateHook | None
     eval_generate_hooks: dict[str, GenerateHook]
     """Generate functions of held-out sets, by path."""
@@ -227,7 +227,12 @@ async def open_generate_function(
         args = hook_args(resources, endpoints.gateway, context)
         continues = True
         if hook is None and resources.environment is not None:
-            hook = _environment_hook(resources, resources.environment, context, endpoints)
+            hook = resources.environment.hook(
+                resources.config,
+                context.rollout,
+                endpoints.sessions,
+                context_len=resources.limits(context).context_len,
+            )
             continues = False
         if hook is not None:
             generate = _user_generate(
@@ -386,26 +391,6 @@ def _multi_turn(
         affinity=resources.affinity,
         routed=resources.wants_routed_experts(context),
         stop=context.stop,
-    )
-
-
-def _environment_hook(
-    resources: RolloutResources,
-    make: Callable[[], Any],
-    context: RolloutContext,
-    endpoints: UserEndpoints,
-) -> GenerateHook:
-    assert context.rollout.environment is not None
-    rollouts = GymRollouts(
-        make,
-        context.rollout,
-        endpoints.sessions,
-        chat=resources.config.data.apply_chat_template,
-        context_len=resources.limits(context).context_len,
-        rollout_seed=resources.config.data.rollout_seed,
-    )
-    return GenerateHook(
-        context.rollout.environment.path, rollouts, of_group=False, takes_evaluation=False
     )
 
 

@@ -130,7 +130,7 @@ def test_keys_inside_a_variant_are_named_without_the_variants_tag(recipe):
 def test_the_error_of_an_unknown_variant_lists_the_known_ones(recipe):
     error = refused(recipe, "data.prompts.type=fil")
     assert error.where == "data.prompts.type (override data.prompts.type=fil)"
-    assert error.expected == "one of file, reasoning_gym, seeds"
+    assert error.expected == "one of file, reasoning_gym, seeds, verifiers"
 
 
 def test_the_error_of_a_wrong_value_has_found_and_expected(recipe):

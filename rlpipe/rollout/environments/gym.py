@@ -27,7 +27,7 @@ has "reward", "parts", "turns" and "ended" (terminated, truncated, max_turns or 
 `reward.function.type: environment` reads the reward there. A rollout that was cut off starts again,
 because an environment cannot be stored.
 
-Entry points: `load_environment`, `GymRollouts`.
+Entry points: `load_gym`, `GymRollouts`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _FORMS = {
 }
 
 
-def load_environment(config: GymEnvironment) -> Callable[[], Any]:
+def load_gym(config: GymEnvironment) -> Callable[[], Any]:
     """Return the function that makes one environment.
 
     Raises: ConfigError if it cannot be loaded or does not accept `config.arguments`, or if a class
@@ -129,7 +129,7 @@ class GymRollouts:
     ) -> None:
         """`chat`: observations are messages. `context_len`: most tokens of prompt and response.
         `rollout_seed`: of the seeds of groups whose rows name none."""
-        assert rollout.environment is not None
+        assert isinstance(rollout.environment, GymEnvironment)
         self._make = make
         self._rollout = rollout
         self._path = rollout.environment.path
