@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import rlpipe.errors
-from flows.derived_runs import saved_weights
+from flows.derived_runs import has_checkpoint, saved_weights, weights_after
 from rlpipe.actors.trainer.checkpoints import fetch_checkpoint
+from rlpipe.batch.files import adapters_of
 from rlpipe.config.load import validate_stored
 from rlpipe.errors import ConfigError, ObjectCorrupt, ObjectMissing, ResourceError, RlpipeError
 from rlpipe.lineage.named_runs import require_run
+from rlpipe.lineage.source_weights import FINGERPRINTS
 from rlpipe.lineage.stage_inputs import checkpoint_inputs
-from rlpipe.model_dir import model_directory
+from rlpipe.model_dir import model_directory, model_fingerprint
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.run_file import store_of
-from rlpipe.store.segments import Segments, current_state
 from rlpipe.system.orphan import FLAG
 from rlpipe.types import Node, Stage
 
@@ -42,23 +43,26 @@ LINE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint of a run."""
+    """A checkpoint of a run, or its adapters of an iteration without a checkpoint."""
 
     folder: Path
-    """Folder with the checkpoint files."""
+    """Folder with the checkpoint files, or the file of adapters."""
     model_dir: Path | None
     """Model directory of the run's start, or None if it no longer exists."""
     node: str
-    """Digest of the checkpoint node."""
+    """Digest of the checkpoint node, or of the train node that has the adapters."""
     name: str
     """`RUN@K`: the run that saved it, and the iteration."""
+    base: Path | None = None
+    """Directory with the frozen weights of a file of adapters, if there is one."""
 
 
 @contextmanager
-def stored_checkpoint(home: Path, of: str) -> Iterator[StoredCheckpoint]:
+def stored_checkpoint(home: Path, of: str, *, adapters: bool = False) -> Iterator[StoredCheckpoint]:
     """Open a run's checkpoint. `of`: "RUN@K", after iteration K, or "RUN", the newest saved.
 
-    A checkpoint in S3 is downloaded, and deleted when the context ends.
+    `adapters`: the adapters alone are enough, and need no checkpoint. A checkpoint in S3 is
+    downloaded, and deleted when the context ends.
     Raises: ConfigError if the checkpoint does not exist; ObjectMissing, ObjectCorrupt, StoreFull.
     """
     run, _, iteration = of.partition("@")
@@ -68,10 +72,22 @@ def stored_checkpoint(home: Path, of: str) -> Iterator[StoredCheckpoint]:
         )
     files = Files(store_of(home, run))
     config = require_run(files, run, where=f"--of {of}").config
-    saved = saved_weights(files, run, int(iteration) if iteration else None)
-    node = _checkpoint_node(files, saved.branch, saved.iteration)
+    chosen = int(iteration) if iteration else None
+    saved = saved_weights(files, run, chosen, adapters=adapters)
     model_dir = _model_dir(config, home)
     name = f"{saved.branch}@{saved.iteration}"
+    assert saved.iteration is not None
+    weights = weights_after(files, Branches(files).read(saved.branch, saved.iteration))
+    if not has_checkpoint(files, weights):
+        record = adapters_of(Nodes(files), weights)
+        assert record is not None
+        base = _base(files, saved.branch, model_dir, home)
+        with _temporary_folder(home / run) as folder:
+            path = folder / "adapters.safetensors"
+            files.get_file(record.path, path, record.sha256)
+            yield StoredCheckpoint(path, model_dir, weights, name, base)
+        return
+    node = Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(weights).digest)
     if files.root.startswith("file://"):
         yield StoredCheckpoint(_verified_folder(files, node), model_dir, node.digest, name)
         return
@@ -85,12 +101,18 @@ def fetched_checkpoint(files: Files, node: Node, home: Path) -> Iterator[Path]:
 
     Raises: ObjectMissing, ObjectCorrupt, StoreFull.
     """
+    with _temporary_folder(home) as folder:
+        yield fetch_checkpoint(files, node, folder)
+
+
+@contextmanager
+def _temporary_folder(home: Path) -> Iterator[Path]:
     # Below the home, not in /tmp: a checkpoint may not fit there.
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix="conversion-", dir=home, ignore_cleanup_errors=True
     ) as folder:
-        yield fetch_checkpoint(files, node, Path(folder))
+        yield Path(folder)
 
 
 def conversion_job(
@@ -165,11 +187,13 @@ async def run_conversion(
     )
 
 
-def _checkpoint_node(files: Files, branch: str, iteration: int | None) -> Node:
-    assert iteration is not None
-    commit = Branches(files).read(branch, iteration)
-    weights = current_state(Segments(files), branch, iteration + 1, commit.nodes[Stage.TRAIN])
-    return Nodes(files).get(Stage.CHECKPOINT, checkpoint_inputs(weights).digest)
+def _base(files: Files, branch: str, model_dir: Path | None, home: Path) -> Path | None:
+    """Return the model directory if it has the frozen weights of a branch's adapters."""
+    init = Nodes(files).get(Stage.INIT, Branches(files).get(branch).init)
+    if model_dir is None or "start_from" in init.parents:
+        return None
+    contents = model_fingerprint(str(model_dir), home / FINGERPRINTS)
+    return model_dir if contents == init.config["model"] else None
 
 
 def _verified_folder(files: Files, node: Node) -> Path:

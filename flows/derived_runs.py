@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from rlpipe.batch.files import adapters_of
 from rlpipe.config.introduced import upgraded
 from rlpipe.config.load import default_name, load_run
 from rlpipe.config.model import BranchModel
@@ -180,7 +181,8 @@ def evaluation_config(
     fixed = [*overrides, *EVALUATION_SETTINGS]
     if run is not None:
         base = load_run(source, fixed, run)
-        start = saved_weights(Files(base.store.root or home / "store"), run, iteration)
+        files = Files(base.store.root or home / "store")
+        start = saved_weights(files, run, iteration, adapters=base.train.lora is not None)
         title = name or f"{run}.eval-{start.iteration}"
         # The weights of the run replace those of the recipe's model.
         fixed += [f"model.start_from={start.model_dump_json()}", "model.adapter=null"]
@@ -197,19 +199,29 @@ def evaluation_config(
     return config
 
 
-def saved_weights(files: Files, run: str, iteration: int | None) -> BranchModel:
+def saved_weights(
+    files: Files, run: str, iteration: int | None, *, adapters: bool = False
+) -> BranchModel:
     """Return the iteration with saved weights: `iteration`, else the newest with a checkpoint.
 
-    Raises: ConfigError if the weights have no checkpoint.
+    `adapters`: stored adapters without a checkpoint are enough. Raises: ConfigError if the weights
+    are not saved.
     """
+
+    def is_saved(commit: Commit) -> bool:
+        weights = weights_after(files, commit)
+        return has_checkpoint(files, weights) or (
+            adapters and adapters_of(Nodes(files), weights) is not None
+        )
+
     where = run if iteration is None else f"{run}@{iteration}"
     require_commit(files, run, iteration or 0, where=where)
-    saved = (commit for commit in Branches(files).walk(run) if _has_checkpoint(files, commit))
+    saved = (commit for commit in Branches(files).walk(run) if is_saved(commit))
     if iteration is None:
         found = next(saved, None)
     else:
         commit = Branches(files).read(run, iteration)
-        found = commit if _has_checkpoint(files, commit) else None
+        found = commit if is_saved(commit) else None
     if found is not None:
         return BranchModel(branch=found.branch, iteration=found.iteration)
     names = [f"{run}@{commit.iteration}" for commit in islice(saved, MOST_NAMES)]
@@ -225,11 +237,15 @@ def saved_weights(files: Files, run: str, iteration: int | None) -> BranchModel:
     )
 
 
-def _has_checkpoint(files: Files, commit: Commit) -> bool:
-    """True if the weights after this iteration are stored."""
-    weights = current_state(
+def weights_after(files: Files, commit: Commit) -> str:
+    """Return the digest of the node that made the weights after an iteration."""
+    return current_state(
         Segments(files), commit.branch, commit.iteration + 1, commit.nodes[Stage.TRAIN]
     )
+
+
+def has_checkpoint(files: Files, weights: str) -> bool:
+    """True if these weights have a checkpoint."""
     return Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(weights).digest) is not None
 
 

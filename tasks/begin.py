@@ -10,13 +10,14 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rlpipe.actors.trainer.checkpoints import prune
+from rlpipe.batch.files import adapters_of
 from rlpipe.config.hooks import hook_digest
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import BranchModel
@@ -188,10 +189,10 @@ def check_same_model(ctx: RunContext) -> None:
 async def first_weights(ctx: RunContext) -> str:
     """Load the weights of version 0 once, record their digest; return the digest of the init node.
 
-    The weights are not stored. A later load reads the model directory, or the checkpoint that the
-    run started from, and compares digests.
+    The weights are not stored. A later load reads the model directory, or the checkpoint and the
+    adapters that the run started from, and compares digests.
     """
-    start = _start_checkpoint(ctx)
+    start = await asyncio.to_thread(_start_nodes, ctx)
     sources = weight_sources(ctx.config)
     records = {
         role: await asyncio.to_thread(source_record, source, ctx.home)
@@ -199,10 +200,19 @@ async def first_weights(ctx: RunContext) -> str:
     }
     records |= prompts_record(ctx.config, ctx.home)
     digests = decisive_digests(ctx.config, records)
-    inputs = init_inputs(ctx.config, ctx.fingerprint, start, ctx.contracts, sources=digests)
+    inputs = init_inputs(
+        ctx.config,
+        ctx.fingerprint,
+        start.checkpoint,
+        ctx.contracts,
+        sources=digests,
+        adapter=start.adapter,
+    )
     if ctx.nodes.find(Stage.INIT, inputs.digest) is None:
         deadline_s = ctx.config.resources.start_timeout_s
-        outputs = await ctx.cluster.trainer.initialise(inputs.digest, start, deadline_s=deadline_s)
+        outputs = await ctx.cluster.trainer.initialise(
+            inputs.digest, start.checkpoint, start.adapter, deadline_s=deadline_s
+        )
         if ctx.config.num_rollout and not ctx.config.debug.debug_rollout_only:
             # Fail before the first rollout if the local disk has no room for a checkpoint.
             await ctx.cluster.trainer.call("require_room", deadline_s=deadline_s)
@@ -214,10 +224,19 @@ async def first_weights(ctx: RunContext) -> str:
     return inputs.digest
 
 
-def _start_checkpoint(ctx: RunContext) -> str | None:
+class StartNodes(NamedTuple):
+    """Digests of nodes of another branch that have the first weights of a run."""
+
+    checkpoint: str | None = None
+    """A checkpoint; None: the model directory."""
+    adapter: str | None = None
+    """A train node with the adapters; None: those of the checkpoint, or first ones."""
+
+
+def _start_nodes(ctx: RunContext) -> StartNodes:
     source = ctx.config.start_from
     if source is None:
-        return None
+        return StartNodes()
     scores = [
         config.train.loss.type == "reward_model"
         for config in (validate_stored(ctx.branches.config(source.branch)), ctx.config)
@@ -229,11 +248,15 @@ def _start_checkpoint(ctx: RunContext) -> str | None:
             found=source.branch,
             expected="a run that trained a policy",
         )
-    return checkpoint_of(ctx, source)
+    return stored_weights(ctx, source)
 
 
-def checkpoint_of(ctx: RunContext, source: BranchModel) -> str:
-    """Return the digest of the checkpoint node at a commit of a branch. Raises: ObjectMissing."""
+def stored_weights(ctx: RunContext, source: BranchModel) -> StartNodes:
+    """Return the nodes with the weights of a commit: its checkpoint, else its adapters.
+
+    Raises: ObjectMissing if neither is stored; ConfigError if the adapters are of another model or
+    have other settings than `train.lora`.
+    """
     commit = (
         ctx.branches.newest(source.branch)
         if source.iteration is None
@@ -250,11 +273,41 @@ def checkpoint_of(ctx: RunContext, source: BranchModel) -> str:
         Segments(ctx.files), source.branch, commit.iteration + 1, commit.nodes[Stage.TRAIN]
     )
     inputs = checkpoint_inputs(weights)
-    if ctx.nodes.find(inputs.stage, inputs.digest) is None:
-        raise ObjectMissing(
-            "the run has no saved weights of this iteration",
-            where=where,
-            found=f"no checkpoint after iteration {commit.iteration}",
-            expected="an iteration whose weights were saved (checkpoint.save_interval)",
+    if ctx.nodes.find(inputs.stage, inputs.digest) is not None:
+        return StartNodes(inputs.digest)
+    if ctx.config.train.lora is not None and adapters_of(ctx.nodes, weights) is not None:
+        return _adapted_weights(ctx, source, weights)
+    raise ObjectMissing(
+        "the run has no saved weights of this iteration",
+        where=where,
+        found=f"no checkpoint after iteration {commit.iteration}",
+        expected="an iteration whose weights were saved (checkpoint.save_interval)",
+    )
+
+
+def _adapted_weights(ctx: RunContext, source: BranchModel, weights: str) -> StartNodes:
+    """Return the nodes with weights that have adapters in the store and no checkpoint.
+
+    The frozen weights are the first ones of the branch. Raises: ConfigError.
+    """
+    branch = ctx.branches.get(source.branch)
+    init = ctx.nodes.get(Stage.INIT, branch.init)
+    stored = validate_stored(branch.config).train.lora
+    if stored != ctx.config.train.lora:
+        raise ConfigError(
+            "the weights have other adapters than the policy",
+            where=f"train.lora, model.start_from.branch={source.branch}",
+            found=stored,
+            expected=ctx.config.train.lora,
+            do="keep train.lora, or start from an iteration with a checkpoint",
         )
-    return inputs.digest
+    checkpoint = init.parents.get("start_from")
+    if checkpoint is None and init.config["model"] != ctx.fingerprint:
+        raise ConfigError(
+            "adapters need the model directory on which they were trained",
+            where="model.source",
+            found=f"{ctx.model_dir} with contents {ctx.fingerprint[:16]}",
+            expected=f"contents {init.config['model'][:16]}, as at the start of {source.branch}",
+            do="name the same model directory, or start from an iteration with a checkpoint",
+        )
+    return StartNodes(checkpoint, weights)

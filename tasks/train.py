@@ -104,6 +104,7 @@ def _agreed(ctx: RunContext, digest: str, k: int, answers: list[dict[str, Any]])
         )
     result = answers[0]
     records = [write_packing(ctx.files, digest, PackingPlan.model_validate(result["packing"]))]
+    records += result["files"]
     resources = ctx.config.resources
     if resources.critic_ranks and (
         (critic_packing := answers[resources.trainer_ranks]["packing"]) != result["packing"]

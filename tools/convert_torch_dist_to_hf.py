@@ -38,8 +38,8 @@ def main() -> int:
     return exit_code(lambda: convert(arguments))
 
 
-def convert(arguments: argparse.Namespace) -> int:
-    """Run the conversion. Raises: as `to_hf`."""
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that exclude or need each other. Raises: ConfigError."""
     if (arguments.input_dir is None) == (arguments.of is None):
         raise ConfigError(
             "one checkpoint is needed", where="--input-dir, --of", expected="one of the two"
@@ -52,19 +52,29 @@ def convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "no directory to compare with", where="--check-same", do="give --origin-hf-dir"
         )
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Run the conversion. Raises: ConfigError; as `to_hf`."""
+    check_options(arguments)
     with ExitStack() as stack:
         folder = Path(arguments.input_dir or "")
         origin = arguments.origin_hf_dir and Path(arguments.origin_hf_dir)
         known_as = None
+        base = None
         if arguments.of:
             from flows.conversion_job import stored_checkpoint
 
             use_home(arguments.home)
-            stored = stack.enter_context(stored_checkpoint(home(), arguments.of))
+            stored = stack.enter_context(
+                stored_checkpoint(home(), arguments.of, adapters=arguments.adapter)
+            )
+            base = stored.base
             folder = stored.folder
             origin = origin or stored.model_dir
             known_as = stored.node
-            print(f"{stored.name}: converting its checkpoint", file=sys.stderr)
+            kind = "checkpoint" if folder.is_dir() else "adapters"
+            print(f"{stored.name}: converting its {kind}", file=sys.stderr)
         hide_gpus()
         from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf
         from rlpipe.engines.megatron.checkpoint.conversion.peft import to_peft
@@ -77,7 +87,7 @@ def convert(arguments: argparse.Namespace) -> int:
             "known_as": known_as,
         }
         if arguments.adapter:
-            report = to_peft(folder, Path(arguments.output_dir), **given)
+            report = to_peft(folder, Path(arguments.output_dir), **given, base=base)
         else:
             report = to_hf(
                 folder,

@@ -76,10 +76,10 @@ class RemoteTrainer(_DriverHandle):
         return await self._call("held", 4 * CALL_TIMEOUT_S)
 
     async def initialise(
-        self, key: str, start_from: str | None, *, deadline_s: float
+        self, key: str, start_from: str | None, adapter: str | None = None, *, deadline_s: float
     ) -> dict[str, str]:
         """Load the first weights of a branch, as `TrainerGroup.initialise`."""
-        return await self._call("initialise", 2 * deadline_s, key, start_from, deadline_s)
+        return await self._call("initialise", 2 * deadline_s, key, start_from, adapter, deadline_s)
 
     async def ensure(self, lineage: Lineage, *, deadline_s: float) -> dict[str, Any] | None:
         """Make the ranks hold the end of a lineage, as `TrainerGroup.ensure`."""

@@ -129,12 +129,17 @@ class Conductor:
             return await trainer.held()
 
     async def initialise(
-        self, driver: Driver, key: str, start_from: str | None, deadline_s: float
+        self,
+        driver: Driver,
+        key: str,
+        start_from: str | None,
+        adapter: str | None,
+        deadline_s: float,
     ) -> dict[str, str]:
         """Load the first weights, as `TrainerGroup.initialise`."""
         async with self._trainer_for(driver, "initialise", deadline_s) as trainer:
             await self._state.enter("train")
-            return await trainer.initialise(key, start_from, deadline_s=deadline_s)
+            return await trainer.initialise(key, start_from, adapter, deadline_s=deadline_s)
 
     async def ensure(
         self, driver: Driver, lineage: Lineage, deadline_s: float

@@ -7,6 +7,8 @@
 | advantage | `data/advantage/<digest>/batch-*.parquet` | all that `train` needs, one row a sample |
 |           |                                           | (several files if the batch is large)    |
 | train     | `data/train/<digest>/packing-*.json`      | the packing plan                         |
+|           | `data/train/<digest>/adapters-*           | the adapters after the steps, with       |
+|           | .safetensors`                             | `train.lora`                             |
 | eval      | `data/eval/<digest>/samples-*.parquet`    | samples with their rewards               |
 
 A file name has a piece of the content's sha256, so two attempts at a node write two files. The
@@ -28,6 +30,7 @@ from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns, BatchPart, Batc
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.rewards.reward_rows import RewardRow
+from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.parquet.arrays import from_experts, from_ragged, lengths, ragged, to_numpy
 from rlpipe.store.parquet.rows import (
@@ -391,6 +394,28 @@ def write_packing(
     name = "critic-packing.json" if critic else "packing.json"
     data = packing.model_dump_json().encode()
     return write_data(files, data_folder(Stage.TRAIN, digest), name, data)
+
+
+ADAPTERS = "adapters"
+
+
+def write_adapters(files: Files, digest: str, data: bytes) -> FileRecord:
+    """Write the adapters of a train node. `data`: bytes of a safetensors file."""
+    return write_data(files, data_folder(Stage.TRAIN, digest), f"{ADAPTERS}.safetensors", data)
+
+
+def adapters_of(nodes: Nodes, state: str) -> FileRecord | None:
+    """Return the file with the adapters of a state; None for a state without such a file.
+
+    `state`: digest of the node that made the state. Segments and first weights have no file.
+    """
+    train = nodes.find(Stage.TRAIN, state)
+    found = (record for record in (train.files if train else ()) if _is_adapters(record))
+    return next(found, None)
+
+
+def _is_adapters(record: FileRecord) -> bool:
+    return record.path.rpartition("/")[2].startswith(f"{ADAPTERS}-")
 
 
 def read_packing(files: Files, train: Node, *, critic: bool = False) -> PackingPlan:

@@ -30,7 +30,7 @@ from rlpipe.store.plans import Plans
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.store.tables import scalars
 from rlpipe.store.tables.scalar_rows import prompt_name
-from rlpipe.types import Commit, Node, Stage
+from rlpipe.types import Commit, FileRecord, Node, Stage
 
 MAX_PROMPTS = 50
 """Prompts that one search may return."""
@@ -64,7 +64,7 @@ class BranchPart:
 
 
 class Origins:
-    """Find the branch and iteration that made the weights of a checkpoint.
+    """Find the branch and iteration that made first weights of other branches.
 
     Each branch is read at most once; branches that the checkpoint's files name are read first.
     `damaged`: branch → reason, for branches that cannot be read.
@@ -77,18 +77,28 @@ class Origins:
         self._made_by: dict[str, tuple[str, int]] = {}
         self.damaged: dict[str, str] = {}
 
-    def of(self, checkpoint: str) -> tuple[str, int]:
-        """Return branch and iteration; iteration -1 for the first weights of the branch.
+    def of(self, init: Node) -> tuple[str, int] | None:
+        """Return branch and iteration of a node's first weights; None for those of a model.
 
-        Raises: ObjectMissing if no readable branch made these weights; ObjectCorrupt.
+        The iteration is -1 for the first weights of the branch. Raises: ObjectMissing if no
+        readable branch made these weights; ObjectCorrupt.
         """
+        if adapter := init.parents.get("adapter"):
+            return self._found(adapter, f"nodes/train/{adapter}.json", ())
+        checkpoint = init.parents.get("start_from")
+        if checkpoint is None:
+            return None
         node = self._nodes.get(Stage.CHECKPOINT, checkpoint)
         weights = node.parents["weights"]
         state = state_node(self._nodes, weights)
         recorded = state.parents["weights"] if state.stage is Stage.SEGMENT else weights
+        return self._found(recorded, f"nodes/checkpoint/{checkpoint}.json", node.files)
+
+    def _found(self, recorded: str, where: str, files: Sequence[FileRecord]) -> tuple[str, int]:
+        """Return branch and iteration of a train or init node. `files` name likely branches."""
         if self._unread is None:
             self._unread = self._branches.names()
-        folders = {folder for record in node.files for folder in record.path.split("/")}
+        folders = {folder for record in files for folder in record.path.split("/")}
         self._unread.sort(key=lambda name: (name not in folders, name))
         while recorded not in self._made_by and self._unread:
             self._read(self._unread.pop(0))
@@ -96,7 +106,7 @@ class Origins:
             unreadable = [f"{name} cannot be read: {why}" for name, why in self.damaged.items()]
             raise ObjectMissing(
                 "no branch has made these weights",
-                where=f"nodes/checkpoint/{checkpoint}.json",
+                where=where,
                 found=", ".join([recorded, *unreadable]),
             )
         return self._made_by[recorded]
@@ -136,8 +146,7 @@ def branch_parts(files: Files, branch: str, iteration: int | None = None) -> lis
             found[-1].commits.insert(0, commit)
         if len(found) == first:  # weights before the first iteration
             found.append(new_part(origin[0]))
-        warm_start = found[-1].init.parents.get("start_from")
-        origin = origins.of(warm_start) if warm_start else None
+        origin = origins.of(found[-1].init)
     return found
 
 
@@ -243,8 +252,7 @@ def _began_from(files: Files, branch: Branch, origins: Origins) -> tuple[str, in
     """Return the branch and iteration whose weights a branch began with; None for a model."""
     if branch.parent:
         return parse_commit_name(branch.parent)
-    warm_start = Nodes(files).get(Stage.INIT, branch.init).parents.get("start_from")
-    return origins.of(warm_start) if warm_start else None
+    return origins.of(Nodes(files).get(Stage.INIT, branch.init))
 
 
 def _forward_row(

@@ -72,13 +72,16 @@ def init_inputs(
     contracts: Contracts = CONTRACTS,
     *,
     sources: Mapping[str, str] | None = None,
+    adapter: str | None = None,
 ) -> Inputs:
     """Inputs of the first weights: a model, or the checkpoint node of another branch.
 
     `sources`: digests of other files that decide them (`source_weights.decisive_digests`).
+    `adapter`: train node of another branch with the adapters on these weights.
     """
     version = contracts[Stage.INIT]
-    parents = {"start_from": start_from} if start_from else {}
+    given = {"start_from": start_from, "adapter": adapter}
+    parents = {role: digest for role, digest in given.items() if digest}
     settings = SETTINGS[Stage.INIT][version](config, fingerprint)
     if sources:
         settings["sources"] = dict(sources)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from flows.derived_runs import evaluation_config, saved_weights
+from rlpipe.batch.files import write_adapters
 from rlpipe.config.load import validate
 from rlpipe.config.model import BranchModel
 from rlpipe.data.prompts import load_prompts
 from rlpipe.errors import ConfigError
-from rlpipe.lineage.stage_inputs import checkpoint_inputs
+from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs
 from rlpipe.slime.command_line import read_flags
 from rlpipe.slime.flag_keys import overrides_of
 from rlpipe.store.branches import Branches
@@ -78,6 +79,28 @@ def test_the_newest_saved_weights_are_evaluated_by_default(home: Path):
     assert saved_weights(files, "old", 0) == BranchModel(branch="old", iteration=0)
     with pytest.raises(ConfigError, match="these weights were not saved"):
         saved_weights(files, "old", 2)
+
+
+def test_adapters_in_the_store_are_saved_weights_of_a_run_with_adapters(home: Path):
+    files = Files(home / "store")
+    nodes = Nodes(files)
+    branches = Branches(files)
+    inputs = Inputs(Stage.TRAIN, {"before": "w2"})
+    record = write_adapters(files, inputs.digest, b"adapters")
+    nodes.commit(inputs.node(files=(record,), outputs={"version": 4}))
+    commit = branches.read("old", 2)
+    parent = branches.parent_name("old", 3)
+    following = {"iteration": 3, "parent": parent, "nodes": {Stage.TRAIN: inputs.digest}}
+    branches.commit(commit.model_copy(update=following))
+    assert saved_weights(files, "old", None).iteration == 1
+    assert saved_weights(files, "old", None, adapters=True).iteration == 3
+    with pytest.raises(ConfigError, match="these weights were not saved"):
+        saved_weights(files, "old", 2, adapters=True)
+    run = json.loads((home / "old" / "run.json").read_text())
+    assert evaluation_config(home, run="old").run == "old.eval-1"
+    run["config"]["train"]["lora"] = {"rank": 4}
+    (home / "old" / "run.json").write_text(json.dumps(run))
+    assert evaluation_config(home, run="old").run == "old.eval-3"
 
 
 def test_an_evaluation_is_a_separate_run_without_training(home: Path):

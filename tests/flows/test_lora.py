@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from rlpipe.lineage.provenance import backward
 from rlpipe.store.audit.verification import check_branch
 from rlpipe.store.branches import Branches
 from rlpipe.store.nodes import Nodes
@@ -76,14 +78,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = ("--recipe", str(folder / "small.yaml"), "--run", "first", "num_rollout=2")
     with LiveRun(folder / "home", *recipe, *LORA) as run:
         assert run.finish(300) == 0, run.output
-    arguments = ("--of", "first", "--adapter", "--output-dir", str(folder / "adapter"))
-    command(folder / "home", "convert", "dist2hf", *arguments)
+    convert(folder, "first", "adapter")
     return folder
+
+
+def convert(folder: Path, of: str, name: str) -> None:
+    """Write adapters of a run in `folder` as the directory `name` of PEFT."""
+    arguments = ("--of", of, "--adapter", "--output-dir", str(folder / name))
+    command(folder / "home", "convert", "dist2hf", *arguments)
+
+
+def nodes_of(home: Path, stage: Stage) -> list[Path]:
+    return [*(home / "store" / "nodes" / stage).glob("*.json")]
 
 
 @pytest.mark.long
 @pytest.mark.integration
-def test_engines_answer_with_the_adapters_of_a_directory_as_with_the_run_that_made_it(
+def test_engines_answer_with_the_adapters_of_a_directory_as_with_the_iteration_that_made_it(
     exported: Path,
 ):
     home = exported / "home"
@@ -93,8 +104,16 @@ def test_engines_answer_with_the_adapters_of_a_directory_as_with_the_run_that_ma
     )
     recipe = ("--recipe", str(exported / "small.yaml"), greedy, LORA[0])
     base = evaluate(home, "base", *recipe)
-    imported = evaluate(home, "imported", *recipe, f"model.adapter={exported / 'adapter'}")
-    assert imported == evaluate(home, "trained", "--of", "first", greedy) != base
+    # The first version has no checkpoint, only its adapters.
+    assert len(nodes_of(home, Stage.CHECKPOINT)) == 1
+    trained = evaluate(home, "trained", "--of", "first@0", greedy)
+    init = Branches(Files(home / "store")).get("trained").init
+    assert [*Nodes(Files(home / "store")).get(Stage.INIT, init).parents] == ["adapter"]
+    convert(exported, "first@0", "early")
+    config = json.loads((exported / "early" / "adapter_config.json").read_text())
+    assert (Path(config["base_model_name_or_path"]) / "config.json").is_file()
+    imported = evaluate(home, "imported", *recipe, f"model.adapter={exported / 'early'}")
+    assert imported == trained != base
 
 
 @pytest.mark.long
@@ -144,3 +163,37 @@ def test_a_run_from_a_directory_of_peft_is_rebuilt_replayed_and_forked(exported:
     with LiveRun(home, *arguments, *layout[:2], *layout[3:], *changed, *fork) as run:
         assert run.finish(400) == 0, run.output
     assert check_branch(files, "fork") == []
+
+
+@pytest.mark.long
+@pytest.mark.integration
+def test_a_run_starts_from_the_adapters_of_an_iteration_without_a_checkpoint(exported: Path):
+    home = exported / "home"
+    arguments = (
+        "--recipe",
+        str(exported / "small.yaml"),
+        *LORA,
+        "advantage.reference=true",
+        "train.loss.kl_loss_coef=0.01",
+        "num_rollout=2",
+        "checkpoint.save_interval=2",
+        'model.start_from={"branch": "first", "iteration": 0}',
+    )
+    with LiveRun(home, *arguments, "--run", "later") as run:
+        # There is no checkpoint yet: the weights are rebuilt from the adapters.
+        run.wait_until(lambda: committed(home, "later") >= 1)
+        run.kill_part("ray::TrainerRank")
+        assert run.finish(400) == 0, run.output
+    files = Files(home / "store")
+    branches = Branches(files)
+    nodes = Nodes(files)
+    assert check_branch(files, "later") == []
+    trained = branches.read("first", 0).nodes[Stage.TRAIN]
+    init = nodes.get(Stage.INIT, branches.get("later").init)
+    assert init.parents == {"adapter": trained}
+    first = nodes.get(Stage.TRAIN, branches.read("later", 0).nodes[Stage.TRAIN])
+    assert first.outputs["steps"][0]["kl_loss"] == pytest.approx(0, abs=1e-9)
+    chain = backward(files, "later")
+    assert [part["branch"] for part in chain["branches"]] == ["later", "first"]
+    # Versions 0 and 1 of `first`, 0 to 2 of `later`.
+    assert "5 states, all bit" in command(home, "replay", "later", "--ray-address", "local")

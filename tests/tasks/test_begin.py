@@ -10,17 +10,18 @@ from typing import Any, cast
 
 import pytest
 
+from rlpipe.batch.files import write_adapters
 from rlpipe.config.hooks import hook_digest
 from rlpipe.config.load import validate
 from rlpipe.config.run import RunConfig
-from rlpipe.errors import ConfigError, Fenced
+from rlpipe.errors import ConfigError, Fenced, ObjectMissing
 from rlpipe.lineage.continuation import check_same_run
-from rlpipe.lineage.stage_inputs import Inputs, init_inputs
+from rlpipe.lineage.stage_inputs import Inputs, checkpoint_inputs, init_inputs
 from rlpipe.observe.progress import Progress
 from rlpipe.store.branches import Branches
 from rlpipe.store.epochs import Epochs
 from rlpipe.store.objects.files import Files
-from rlpipe.types import Commit, Stage
+from rlpipe.types import Commit, DataState, Stage
 from tasks import begin
 from tasks.begin import (
     changed_functions,
@@ -107,7 +108,48 @@ async def test_a_policy_does_not_start_from_a_reward_model(tmp_path: Path):
     model = {**ctx.config.model.model_dump(mode="json"), "start_from": {"branch": "scores"}}
     ctx.config = validate({**ctx.config.model_dump(mode="json"), "model": model})
     with pytest.raises(ConfigError, match="a policy cannot start from a reward model"):
-        begin._start_checkpoint(ctx)
+        begin._start_nodes(ctx)
+
+
+def test_adapters_need_their_settings_and_the_directory_of_their_frozen_weights(tmp_path: Path):
+    directory, begun = begun_run(tmp_path)
+    lora = {"lora": {"rank": 4}}
+    inputs = Inputs(Stage.TRAIN, {"before": "w"})
+    record = write_adapters(begun.files, inputs.digest, b"adapters")
+    begun.nodes.commit(inputs.node(files=(record,), outputs={"version": 1}))
+    stored = config(run="trained", train=lora).model_dump(mode="json")
+    begun.branches.create("trained", stored, begun.branches.get("begun").init)
+    nodes = {Stage.TRAIN: inputs.digest}
+    commit = Commit(
+        branch="trained",
+        iteration=0,
+        parent=None,
+        plans=(),
+        nodes=nodes,
+        data=DataState(),
+        config_digest="",
+    )
+    begun.branches.commit(commit)
+
+    def nodes_of(**train: Any) -> begin.StartNodes:
+        ctx = opened(tmp_path, directory)
+        start = {**ctx.config.model.model_dump(mode="json"), "start_from": {"branch": "trained"}}
+        ctx.config = validate(
+            {**ctx.config.model_dump(mode="json"), "model": start, "train": train}
+        )
+        return begin._start_nodes(ctx)
+
+    assert nodes_of(**lora) == begin.StartNodes(None, inputs.digest)
+    with pytest.raises(ConfigError, match="other adapters than the policy"):
+        nodes_of(lora={"rank": 8})
+    with pytest.raises(ObjectMissing, match="no saved weights"):
+        nodes_of()
+    (directory / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="the model directory on which they were trained"):
+        nodes_of(**lora)
+    saved = checkpoint_inputs(inputs.digest)
+    begun.nodes.commit(saved.node(outputs={"version": 1}))
+    assert nodes_of(lora={"rank": 8}) == begin.StartNodes(saved.digest)
 
 
 async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):

@@ -155,7 +155,7 @@ class TrainerGroup:
         return await self.call("occupy", parts=tuple(parts), deadline_s=deadline_s)
 
     async def initialise(
-        self, key: str, start_from: str | None, *, deadline_s: float
+        self, key: str, start_from: str | None, adapter: str | None = None, *, deadline_s: float
     ) -> dict[str, str]:
         """Load the first weights; return the answer of `Rank.initialise`.
 
@@ -168,7 +168,7 @@ class TrainerGroup:
             await self.restart()
             await self.setup(self._spec)
         answers = await self.call(
-            "initialise", key=key, start_from=start_from, deadline_s=deadline_s
+            "initialise", key=key, start_from=start_from, adapter=adapter, deadline_s=deadline_s
         )
         return answers[0]
 

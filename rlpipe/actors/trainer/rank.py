@@ -160,14 +160,17 @@ class Rank(ABC, Generic[E]):
         self._nodes = Nodes(self._files)
 
     @collective
-    def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
+    def initialise(
+        self, key: str, start_from: str | None, adapter: str | None = None
+    ) -> dict[str, Any]:
         """Load the first weights of a branch, and return the digests for its init node.
 
-        `start_from`: checkpoint node of another branch; None: the model directory.
+        `start_from`: checkpoint node of another branch; None: the model directory. `adapter`: train
+        node of another branch with the adapters.
         """
         engine, spec = self._ready()
         reference = self._load_own_reference()
-        self._load_first(start_from)
+        self._load_first(start_from, adapter)
         self._refresh_reference(0)
         result = {
             **reference,
@@ -227,8 +230,9 @@ class Rank(ABC, Generic[E]):
     def train(self, *, key: str, before: str, advantage: str) -> dict[str, Any]:
         """Take the optimizer steps of one iteration, at most once.
 
-        Return `{"steps", "metrics", "state_digest", "packing", "tokens", "machine", "seconds"}` on
-        rank 0, `{"state_digest"}` on the others: a plan names every sample of the batch.
+        Return `{"steps", "metrics", "state_digest", "packing", "files", "tokens", "machine",
+        "seconds"}` on rank 0, `{"state_digest"}` on the others: a plan names every sample of the
+        batch.
         """
         # a retry after a lost answer must not train the batch twice
         if self.held == key and not self.dirty:
@@ -237,7 +241,8 @@ class Rank(ABC, Generic[E]):
         start = time.perf_counter()
         batch = self._nodes.get(Stage.ADVANTAGE, advantage)
         stored = StoredBatch(self._files, batch)
-        packing = self._recorded_packing(key) or self._plan_packing(stored.sizes)
+        recorded = self._recorded_packing(key)
+        packing = recorded or self._plan_packing(stored.sizes)
         whole = engine.reads_whole_batch(scored=stored.scored)
         columns = stored.columns(None if whole else engine.trained_samples(packing))
         version = weight_version(self._nodes, before)
@@ -251,6 +256,7 @@ class Rank(ABC, Generic[E]):
                 columns, packing, version=version, critic_only=critic_only, hook_args=spec.hook_args
             )
         self._refresh_reference(version + 1)
+        files = self._write_adapters(key) if recorded is None else []
         metrics = self._metrics_of(batch, stored, columns, steps, version, work)
         if self.rank > 0:
             return self._set_held(key, {"state_digest": steps.state_digest})
@@ -259,6 +265,7 @@ class Rank(ABC, Generic[E]):
             "metrics": metrics,
             "state_digest": steps.state_digest,
             "packing": packing.model_dump(),
+            "files": files,
             "tokens": stored.sizes.num_tokens,
             "machine": facts(spec.model.dtype),
             "seconds": time.perf_counter() - start,
@@ -345,8 +352,12 @@ class Rank(ABC, Generic[E]):
     ) -> E:
         """Create the engine of a spec. Arguments as `setup`."""
 
-    def _load_first(self, start_from: str | None) -> None:
-        """Load the first weights of a branch.
+    def _write_adapters(self, key: str) -> list[FileRecord]:
+        """Write the held adapters, if any, for the train node `key`. Collective."""
+        return []
+
+    def _load_first(self, start_from: str | None, adapter: str | None = None) -> None:
+        """Load the first weights of a branch. Arguments as `initialise`.
 
         The optimizer stays unchanged, unless the run continues one of Megatron-LM.
         """
@@ -368,7 +379,7 @@ class Rank(ABC, Generic[E]):
             )
         for digest in self._load_own_reference().values():
             check_first_weights(init, spec, "reference_digest", digest)
-        self._load_first(init.parents.get("start_from"))
+        self._load_first(init.parents.get("start_from"), init.parents.get("adapter"))
         check_first_weights(init, spec, "state_digest", engine.state_digest())
         self._refresh_reference(0)
 

@@ -37,25 +37,27 @@ from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import staleness_of
 from rlpipe.batch.columns import BatchColumns, BatchPart, BatchSizes
 from rlpipe.batch.estimate import with_advantages
-from rlpipe.batch.files import StoredBatch, write_batch
+from rlpipe.batch.files import StoredBatch, adapters_of, write_adapters, write_batch
 from rlpipe.batch.metrics import ProximalSums, batch_metrics
 from rlpipe.batch.packing import number_of_steps, shares_of
 from rlpipe.batch.rows import RolloutRows, RowScalars
 from rlpipe.config.megatron_hooks import MegatronHooks
 from rlpipe.config.train import SyncConfig
 from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron.checkpoint.adapter_file import adapter_file, load_adapter_file
 from rlpipe.engines.megatron.critic_exchange import ExchangeAddress
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.megatron.memory import Part
 from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.engines.megatron.train.critic_engine import CriticEngine
+from rlpipe.errors import ObjectMissing
 from rlpipe.lineage.states import Lineage
 from rlpipe.observe.flops import ModelFlops, model_flops, speed_metrics
 from rlpipe.sync.probe import Probe, compare, mean_difference, spread
 from rlpipe.sync.transports.versions import Share
 from rlpipe.system.gpus import gpu_metrics
 from rlpipe.system.parts import Parts
-from rlpipe.types import Node, Stage
+from rlpipe.types import FileRecord, Node, Stage
 
 
 class TrainerRank(Rank[MegatronEngine]):
@@ -313,20 +315,43 @@ class TrainerRank(Rank[MegatronEngine]):
             refreshed = lineage.reference
             init = self._nodes.get(Stage.INIT, lineage.init)
             checkpoint = refreshed.checkpoint if refreshed else init.parents.get("start_from")
+            adapter = None if refreshed else init.parents.get("adapter")
             if refreshed is None and spec.reference_dir is not None:
                 for digest in self._load_own_reference().values():
                     check_first_weights(init, spec, "reference_digest", digest)
-            elif checkpoint:
+            elif checkpoint and adapter is None:
                 engine.load_reference(self._fetched(Stage.CHECKPOINT, checkpoint))
             else:
+                self._load_weights(checkpoint, adapter)
                 # the first reference is the model directory, which may have changed since
-                engine.load_hf()
-                check_first_weights(init, spec, "weights_digest", engine.weights_digest())
+                if checkpoint is None:
+                    check_first_weights(init, spec, "weights_digest", engine.weights_digest())
                 engine.keep_reference()
             self._reference_version = refreshed.version if refreshed else 0
 
-    def _load_first(self, start_from: str | None) -> None:
+    def _write_adapters(self, key: str) -> list[FileRecord]:
+        engine, _ = self._ready()
+        data = adapter_file(engine.trained)
+        return [] if data is None else [write_adapters(self._files, key, data)]
+
+    def _load_weights(self, start_from: str | None, adapter: str | None) -> None:
+        """Load first weights, without an optimizer state. Arguments as `initialise`."""
         super()._load_first(start_from)
+        if adapter is None:
+            return
+        engine, _ = self._ready()
+        record = adapters_of(self._nodes, adapter)
+        if record is None:
+            raise ObjectMissing(
+                "the adapters of the first weights are missing",
+                where=f"nodes/{Stage.TRAIN}/{adapter}.json",
+                do="audit the store",
+            )
+        data = self._files.read(record.path, sha256=record.sha256)
+        load_adapter_file(engine.trained, data, self._files.url(record.path))
+
+    def _load_first(self, start_from: str | None, adapter: str | None = None) -> None:
+        self._load_weights(start_from, adapter)
         engine, spec = self._ready()
         if spec.adam_dir is not None:
             engine.load_adam_state(spec.adam_dir)
@@ -430,8 +455,8 @@ class CriticRank(Rank[CriticEngine]):
             hooks=MegatronHooks(spec.train, spec.hook_args),
         )
 
-    def _load_first(self, start_from: str | None) -> None:
-        super()._load_first(start_from)
+    def _load_first(self, start_from: str | None, adapter: str | None = None) -> None:
+        super()._load_first(start_from, adapter)
         engine, spec = self._ready()
         if spec.critic_adam_dir is not None:
             engine.load_adam_state(spec.critic_adam_dir)

@@ -169,11 +169,16 @@ def _warm_start_spans(files: Files, root: Span) -> list[Span]:
     """Return the spans of the branch that gave the first weights; [] for a model directory."""
     nodes = Nodes(files)
     branches = Branches(files)
-    start_from = nodes.get(Stage.INIT, root.init).parents.get("start_from")
+    parents = nodes.get(Stage.INIT, root.init).parents
+    start_from = parents.get("start_from")
+    adapter = parents.get("adapter")
     source = root.config.start_from
-    if start_from is None:
+    if adapter is not None:
+        weights = adapter
+    elif start_from is not None:
+        weights = nodes.get(Stage.CHECKPOINT, start_from).parents["weights"]
+    else:
         return []
-    weights = nodes.get(Stage.CHECKPOINT, start_from).parents["weights"]
     weights_node = state_node(nodes, weights)
     # commits name the recorded state, and not the segment that replaced it
     recorded = weights_node.parents["weights"] if weights_node.stage is Stage.SEGMENT else weights
@@ -186,7 +191,8 @@ def _warm_start_spans(files: Files, root: Span) -> list[Span]:
             where=f"nodes/init/{root.init}.json",
             found=f"no commit of {source.branch if source else 'any branch'} trained {recorded}",
         )
-    return _spans(files, source.branch, commits, weights)
+    # The adapters of a state have no checkpoint that a replay could load and compare.
+    return _spans(files, source.branch, commits, weights if adapter is None else None)
 
 
 class _SpanReplay:
@@ -227,7 +233,10 @@ class _SpanReplay:
         node = self._nodes.get(Stage.INIT, self._span.init)
         deadline_s = self._span.config.resources.start_timeout_s
         answer = await self._trainer.initialise(
-            node.digest, node.parents.get("start_from"), deadline_s=deadline_s
+            node.digest,
+            node.parents.get("start_from"),
+            node.parents.get("adapter"),
+            deadline_s=deadline_s,
         )
         self._compare(node, 0, answer["state_digest"], start)
 

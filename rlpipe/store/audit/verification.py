@@ -211,6 +211,12 @@ class _BranchAudit:
                 )
                 if checkpoint:
                     self._reader.check_files(self.findings, checkpoint)
+            if source := node.parents.get("adapter"):
+                train = self._read(
+                    f"{where} adapter", partial(self._nodes.get, Stage.TRAIN, source)
+                )
+                if train:
+                    self._reader.check_files(self.findings, train)
         self.findings += self._reader.check_leaves(digest, where)
 
     def check_segments(self, branches: Iterable[str]) -> None:

@@ -83,7 +83,9 @@ class Rank:
         self.ready = True
         self.deterministic = spec.deterministic
 
-    def initialise(self, key: str, start_from: str | None) -> dict[str, Any]:
+    def initialise(
+        self, key: str, start_from: str | None, adapter: str | None = None
+    ) -> dict[str, Any]:
         if self.held or self.dirty:
             raise TrainerError("first weights into a trained engine", where=f"trainer/{self.rank}")
         self.received.append(f"initialise from {start_from}")

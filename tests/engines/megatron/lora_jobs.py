@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from rlpipe.config.train import LoraConfig, TrainConfig
+from rlpipe.engines.megatron.checkpoint.adapter_file import adapter_file, load_adapter_file
 from rlpipe.engines.megatron.checkpoint.state import inner_optimizers
 from rlpipe.errors import TrainerError
 from tests.engines.megatron.ranks import columns_and_plan, engine, make_batch
@@ -169,14 +170,48 @@ def save_adapters(
             ours.train(*columns_and_plan(ours, ours.score(make_batch()), 0))
         ours.save_checkpoint(directory, 3)
         return {
-            "scores": ours.score(make_batch()),
-            "merged": {
-                name: tensor.float().cpu().numpy().copy()
-                for name, tensor in ours.named_hf_tensors()
-            },
+            "file": adapter_file(ours.trained),
+            **scores_and_weights(ours),
         }
     finally:
         ours.close()
+
+
+def scores_and_weights(ours: Any) -> dict[str, Any]:
+    return {
+        "scores": ours.score(make_batch()),
+        "merged": {
+            name: tensor.float().cpu().numpy().copy() for name, tensor in ours.named_hf_tensors()
+        },
+    }
+
+
+def load_file(
+    rank: int, world_size: int, port: int, model_dir: str, train: dict, data: bytes
+) -> dict[str, Any]:
+    """Load the model and a file of adapters; return scores and weights, or the error."""
+    ours = engine(model_dir, TrainConfig.model_validate(train), rank, world_size, port)
+    try:
+        ours.load_hf()
+        load_adapter_file(ours.trained, data, "adapters.safetensors")
+        main = [each.float().clone() for each in main_weights(ours)]
+        ours.trained.optimizer.reload_model_params()
+        loaded = all(map(torch.equal, main, main_weights(ours)))
+        return {**scores_and_weights(ours), "loaded by the optimizer": loaded}
+    except TrainerError as error:
+        return {"error": str(error)}
+    finally:
+        ours.close()
+
+
+def main_weights(ours: Any) -> list[torch.Tensor]:
+    """Return the parameters that the optimizer steps."""
+    return [
+        parameter
+        for part in inner_optimizers(ours.trained.optimizer)
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 def fresh_adapters(

@@ -8,7 +8,7 @@ pipeline, and one message with the names of each chunk of 256 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,21 @@ def full_weights(bridge: LLMBridge, chunks: Sequence[torch.nn.Module]) -> Iterat
     Collective: exhaust the iterator on all ranks. Tensors may alias the parameters. `chunks`: the
     model's chunks on this rank; every rank has the same number.
     """
+    return from_all_stages(chunks, lambda chunk: stage_weights(bridge, [chunk]))
+
+
+def from_all_stages(
+    chunks: Sequence[torch.nn.Module],
+    tensors_of: Callable[[torch.nn.Module], Iterator[NamedTensor]],
+) -> Iterator[NamedTensor]:
+    """Yield the tensors of the chunks of all stages on every rank. Collective, as `full_weights`.
+
+    `tensors_of` yields the tensors of a chunk of this rank, equal on all ranks of the stage.
+    """
     position = pipeline_position()
     for chunk in chunks:
         for stage in range(position.stages):
-            own = stage_weights(bridge, [chunk]) if stage == position.stage else None
+            own = tensors_of(chunk) if stage == position.stage else None
             yield from _broadcast_stage(own, stage) if position.stages > 1 else own or ()
 
 

@@ -128,9 +128,19 @@ def are_missing(
         return False
     if stored is None and weights_only:
         return True
+    check_same_adapters(trained, stored, folder)
+    return False
+
+
+def check_same_adapters(
+    trained: TrainedModel, stored: LoraConfig | None, where: Path | str
+) -> None:
+    """Raises: TrainerError unless stored weights have the adapters of the policy."""
+    if stored == trained.lora:
+        return
     raise TrainerError(
         "the checkpoint has other adapters than the policy",
-        where=f"train.lora, {folder}",
+        where=f"train.lora, {where}",
         found=_text(stored),
         expected=_text(trained.lora),
         do="keep train.lora, or start from a merged export (`rlpipe convert dist2hf`) as "

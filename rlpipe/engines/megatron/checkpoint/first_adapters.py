@@ -145,10 +145,11 @@ def begin_adapters(trained: TrainedModel, adapter: str | None) -> None:
             for part in module.adapters:
                 for matrix in MATRICES:
                     name = _required_name(trained.bridge, module.weight_name, part, matrix)
-                    _fill(module, part, matrix, file.get_tensor(name))
+                    fill(module, part, matrix, file.get_tensor(name))
 
 
-def _fill(module: Any, part: str, matrix: str, whole: torch.Tensor) -> None:
+def fill(module: Any, part: str, matrix: str, whole: torch.Tensor) -> None:
+    """Set this rank's part of an adapter's matrix. `module`: an adapted layer."""
     parameter = getattr(module.adapters[part], matrix)
     dimension = module.split.get(f"{ADAPTERS}.{part}.{matrix}")
     if dimension is not None:

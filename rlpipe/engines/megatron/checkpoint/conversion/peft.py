@@ -11,6 +11,7 @@ import torch
 
 from rlpipe.config.peft_directory import CONFIG, WEIGHTS
 from rlpipe.config.train import LoraConfig
+from rlpipe.engines.megatron.checkpoint.adapter_file import AdapterFile
 from rlpipe.engines.megatron.checkpoint.adapters import stored_lora
 from rlpipe.engines.megatron.checkpoint.conversion import checkpoint_paths, hf_files
 from rlpipe.engines.megatron.checkpoint.conversion.convert import (
@@ -39,9 +40,12 @@ def to_peft(
     dtype: str | None = None,
     force: bool = False,
     known_as: str | None = None,
+    base: Path | None = None,
 ) -> Report:
     """Write the adapters of a checkpoint. Arguments and errors as `convert.to_hf`.
 
+    `checkpoint` may be a file of adapters (`adapter_file`), whose model is `origin`. `base`: a
+    directory that is known to have the frozen weights of this file.
     The written configuration names `origin` as the base model if its weights are the frozen ones.
     After a warm start they are not, and no base is named. All adapters are in memory at once.
     Raises: ConfigError if the checkpoint has no adapters.
@@ -51,7 +55,8 @@ def to_peft(
     target_dtype = checked_dtype(dtype) if dtype else stored.dtype
     identity = checkpoint_paths.conversion_identity(
         [],
-        source=stored.folder,
+        # The file is a copy, and has the name that `known_as` gives.
+        source=stored.folder if isinstance(stored, Checkpoint) else None,
         known_as=known_as,
         dtype=target_dtype,
         origin=origin,
@@ -60,7 +65,8 @@ def to_peft(
     with single_process_groups(), model_files(stored.folder, origin) as model_dir:
         meta_model = MetaModel(model_dir, target_dtype, metadata=stored.layout, lora=lora)
         tensors = peft_tensors(stored, meta_model)
-        base = origin if origin is not None and _is_base(stored, meta_model, origin) else None
+        if isinstance(stored, Checkpoint) and origin is not None:
+            base = origin if _is_base(stored, meta_model, origin) else None
     report = Report(
         folder=str(output),
         tensors=len(tensors),
@@ -87,7 +93,12 @@ def to_peft(
     return report
 
 
-def _stored_adapters(checkpoint: Path, step: int | None) -> tuple[Checkpoint, LoraConfig]:
+def _stored_adapters(
+    checkpoint: Path, step: int | None
+) -> tuple[Checkpoint | AdapterFile, LoraConfig]:
+    if checkpoint.is_file():
+        file = AdapterFile(checkpoint)
+        return file, file.lora
     source = find_checkpoint(checkpoint, step)
     stored = None if source.legacy else Checkpoint(source.folder)
     lora = stored and stored_lora(stored.layout)
@@ -101,7 +112,9 @@ def _stored_adapters(checkpoint: Path, step: int | None) -> tuple[Checkpoint, Lo
     return stored, lora
 
 
-def peft_tensors(stored: Checkpoint, meta_model: MetaModel) -> dict[str, torch.Tensor]:
+def peft_tensors(
+    stored: Checkpoint | AdapterFile, meta_model: MetaModel
+) -> dict[str, torch.Tensor]:
     """Return the adapters by PEFT's names.
 
     Raises: ConfigError if the model's files have no matrix of a target's name.
