@@ -39,7 +39,7 @@ from rlpipe.data.hub_commits import as_recorded
 from rlpipe.data.prompt_lengths import check_prompt_lengths, source_keys
 from rlpipe.data.prompts import PromptRow, load_prompts
 from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
-from rlpipe.engines.megatron.bridges.supported import check_supported
+from rlpipe.engines.megatron.bridges.supported import check_supported, refuse_images
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.engines.sglang.served_models import check_served
 from rlpipe.errors import ConfigError, DataError, ResourceError, RlpipeError
@@ -286,6 +286,7 @@ def _check_model(config: RunConfig, directory: Path) -> None:
     check_stop_ids(config.rollout, config.evaluation.datasets, str(directory))
     check_context_len(config.engine, config.rollout, config.evaluation.datasets, str(directory))
     model = json.loads((directory / "config.json").read_text())
+    refuse_images(model["model_type"], f"{key}: {directory}/config.json")
     if config.train.use_rollout_routing_replay:
         routed_width(model)
     resources = config.resources

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.batch.images import BatchImages
 from rlpipe.errors import DataError
 from rlpipe.store.columns import BATCH, Shape
 
@@ -108,6 +109,8 @@ class BatchColumns:
     `routed_experts.NOT_ROUTED` where no engine read the token. None: every pass routes again."""
     part: BatchPart | None = None
     """Which samples these are. None: the whole batch."""
+    images: BatchImages | None = None
+    """Images of the samples. None: text alone."""
 
     def __post_init__(self) -> None:
         self._check_offsets()
@@ -235,6 +238,7 @@ class BatchColumns:
             prompt_lengths=self.prompt_lengths[samples],
             rollout=None if self.rollout is None else self.rollout[samples],
             routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
+            images=None if self.images is None else self.images.select(samples),
             **selected,
         )
 

@@ -30,13 +30,15 @@ from rlpipe.engines.megatron.bridges import (  # noqa: F401
     gpt_oss,
     minimax,
     qwen_next,
+    qwen_vision,
 )
 from rlpipe.engines.megatron.bridges.hf_config import read_config, yarn_fields
 from rlpipe.engines.megatron.bridges.registry import bridge_class
 from rlpipe.engines.megatron.bridges.weight_files import WeightFiles
-from rlpipe.engines.megatron.model.layers import block_spec
+from rlpipe.engines.megatron.model.layers import PolicyModel, block_spec
 from rlpipe.engines.megatron.model.lora import MARK, merged_parameters
 from rlpipe.engines.megatron.model.value_model import ValueModel
+from rlpipe.engines.megatron.model.vision import VisionPolicy, refuse_critic
 from rlpipe.errors import ConfigError
 
 # Fields of TransformerConfig for our layers. mbridge's defaults need Transformer Engine, apex and
@@ -124,7 +126,20 @@ def model_arguments(bridge: LLMBridge) -> dict[str, Any]:
     """Return GPTModel's further arguments, with the padded vocabulary."""
     padded: Any = bridge.padded_vocab_size
     yarn = {"position_embedding_type": "yarn"} if _yarn(bridge) else {}
-    return bridge._get_gptmodel_args() | yarn | {"vocab_size": padded}
+    vision = {"vision": tower} if (tower := getattr(bridge, "vision", None)) is not None else {}
+    return bridge._get_gptmodel_args() | yarn | vision | {"vocab_size": padded}
+
+
+def model_class(bridge: LLMBridge, kind: type[PolicyModel]) -> type[PolicyModel]:
+    """Return the class of this directory's model. `kind`: that of a model of text.
+
+    Raises: ConfigError for a critic that would read images.
+    """
+    if not hasattr(bridge, "vision"):
+        return kind
+    if issubclass(kind, ValueModel):
+        refuse_critic(bridge)
+    return VisionPolicy
 
 
 def layers_of(bridge: LLMBridge, stage: int | None = None, chunk: int | None = None) -> Any:

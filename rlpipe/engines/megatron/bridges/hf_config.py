@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from rlpipe.engines.megatron.bridges.supported import SAME_AS, check_config
+from rlpipe.engines.megatron.bridges.supported import SAME_AS, VISION, check_config
 from rlpipe.errors import ConfigError
 from rlpipe.system.model_files import read_object
 
@@ -32,7 +32,19 @@ def read_config(model_dir: str) -> PretrainedConfig:
         raise ConfigError(
             "not a model's configuration", where=str(path), found=f"{type(error).__name__}: {error}"
         ) from error
-    return with_head_size(flat_rope(with_rotated_share(config)))
+    return with_head_size(flat_rope(with_rotated_share(_language_model(config))))
+
+
+def _language_model(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the text model's config of a model with vision, with the whole config as `whole`."""
+    if config.model_type not in VISION:
+        return config
+    whole: Any = config
+    text = whole.text_config
+    text.whole = whole
+    text.model_type = whole.model_type
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
 
 
 def yarn_fields(config: Any) -> dict[str, Any]:

@@ -19,13 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpipe.engines.megatron.bridges.supported_families import (
-    FAMILIES,
-    Family,
-    Problem,
-    check_layer_types,
-    words,
-)
+from rlpipe.engines.megatron.bridges.family import Family, Problem, check_layer_types, words
+from rlpipe.engines.megatron.bridges.supported_families import FAMILIES
 from rlpipe.errors import ConfigError
 from rlpipe.system.model_files import check_sizes, read_object
 
@@ -38,6 +33,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 """Megatron's only llama3 scaling: that of Llama 3.1 and later."""
+VISION = frozenset(name for name, family in FAMILIES.items() if family.tower)
+"""Model types that read images. Their text model may be an object of its own, `text_config`."""
 FP8_BLOCK = [128, 128]
 
 HARMLESS = words("""
@@ -106,6 +103,7 @@ _EVERY_BRIDGE = words("""
     tie_word_embeddings vocab_size
 """)
 _ROPE_KEYS = {
+    "mrope": frozenset[str](),
     "default": frozenset[str](),
     "linear": words("factor"),
     "llama3": words("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
@@ -116,6 +114,7 @@ _ROPE_KEYS = {
 """Type of rotation → its keys, in addition to the type, `rope_theta` and
 `partial_rotary_factor`."""
 _REQUIRED = {
+    "mrope": frozenset[str](),
     "default": frozenset[str](),
     "linear": words("factor"),
     "llama3": _ROPE_KEYS["llama3"],
@@ -132,8 +131,21 @@ def check_supported(directory: Path, key: str) -> None:
     check_config(read_object(path, key), f"{key}: {path}")
 
 
+def refuse_images(model_type: str, where: str) -> None:
+    """Raises: ConfigError for a model that reads images: only the trainer does, no run yet."""
+    if model_type in VISION:
+        raise ConfigError(
+            "a run cannot use a model that reads images yet",
+            where=f"{where}: model_type",
+            found=model_type,
+            expected="a model of text",
+            do="use rlpipe.engines.megatron.engine.MegatronEngine with `BatchColumns.images`",
+        )
+
+
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Check the contents of a config.json. Raises: ConfigError, as `check_supported`."""
+    config = text_part(config, where) if config.get("model_type") in VISION else config
     check_sizes(config, where)
     kind = config.get("model_type")
     family = FAMILIES.get(SAME_AS.get(str(kind), str(kind)))
@@ -171,6 +183,33 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
             expected="; ".join(expected),
             do="use another model; delete a key only if no code computes with it",
         )
+
+
+def text_part(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the keys of the text model of a model with vision, and those of the whole model.
+
+    Raises: ConfigError for an unknown key of the vision tower, or two values of one key.
+    """
+    text, tower = (config.get(name) or {} for name in ("text_config", "vision_config"))
+    family = FAMILIES[config["model_type"]]
+    if not isinstance(text, dict) or not isinstance(tower, dict) or not tower:
+        raise ConfigError("not the configuration of a model with vision", where=where)
+    unknown = sorted(
+        name for name in tower.keys() - family.tower - HARMLESS if not _contains(tower[name], _OFF)
+    )
+    twice = {name for name in text.keys() & config.keys() - HARMLESS if text[name] != config[name]}
+    if unknown or twice:
+        raise ConfigError(
+            "the trainer does not support this config.json",
+            where=f"{where}: "
+            + ", ".join([*(f"vision_config.{name}" for name in unknown), *sorted(twice)]),
+            found=", ".join(f"{name} = {tower[name]!r}" for name in unknown)
+            or "other values in text_config",
+            expected=f"no such keys for {config['model_type']}" if unknown else "one value",
+            do="use another model; delete a key only if no code computes with it",
+        )
+    both = {**text, **config}
+    return {name: both[name] for name in both if name not in ("text_config", "vision_config")}
 
 
 def _key_problems(config: Mapping[str, Any], family: Family) -> Iterator[Problem]:

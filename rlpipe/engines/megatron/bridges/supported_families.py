@@ -7,103 +7,25 @@ table. This module imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-Problem = tuple[str, Any, str]
-"""(key, value found, expected value)."""
-Rule = Callable[[Mapping[str, Any]], Iterator[Problem]]
-"""Takes config.json with the defaults of its family."""
-
-
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text as a set."""
-    return frozenset(text.split())
-
-
-@dataclass(frozen=True)
-class Family:
-    """The keys and values of config.json that the bridge of one model type supports."""
-
-    source: Literal["mbridge", "rlpipe"] = "rlpipe"
-    """Source of the bridge (`registry`)."""
-    reads: frozenset[str] = frozenset()
-    """Keys that this bridge reads, in addition to those of every bridge."""
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Key → the values that are computed as in transformers. A missing key has transformers'
-    default."""
-    ropes: tuple[str, ...] = ("default",)
-    """Supported types of rotation."""
-    rope_keys: frozenset[str] = frozenset()
-    """Further keys of a rotation, without effect on text."""
-    layer_types: tuple[str, ...] = ("full_attention",)
-    """Supported values of `layer_types`."""
-    quantizations: tuple[str, ...] = ("fp8",)
-    """Values of `quant_method` that `weight_files` reads."""
-    rules: tuple[Rule, ...] = ()
-    """Checks of several keys together."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults of the keys that a rule reads."""
-
-
-def check_layer_types(config: Mapping[str, Any], family: Family) -> Iterator[Problem]:
-    """Rule of all families: every layer has a supported kind, or a window without effect."""
-    kinds = set(config.get("layer_types") or ())
-    supported = set(family.layer_types)
-    if _window_hides_nothing(config):
-        supported.add("sliding_attention")
-    if kinds - supported:
-        names = " or ".join(repr(kind) for kind in family.layer_types)
-        yield "layer_types", sorted(kinds), f"layer_types: {names} alone"
-
-
-def _check_window_by_layer(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Rule of Qwen2, Qwen3, Qwen2-MoE: layers from `max_window_layers` on have the window.
-
-    `layer_types` takes precedence.
-    """
-    if (
-        config.get("layer_types") is None
-        and config["max_window_layers"] < config["num_hidden_layers"]
-    ):
-        yield from _check_window_of_all_layers(config)
-
-
-def _check_window_of_all_layers(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Rule of Qwen3-MoE: `use_sliding_window` gives every layer the window.
-
-    `max_window_layers` has no effect.
-    """
-    if config.get("use_sliding_window"):
-        yield from _check_window(config, "use_sliding_window", "false")
+from rlpipe.engines.megatron.bridges.family import (
+    MROPE,
+    WINDOW_DEFAULTS,
+    WINDOWS,
+    Family,
+    Problem,
+    check_window,
+    check_window_by_layer,
+    check_window_of_all_layers,
+    words,
+)
+from rlpipe.engines.megatron.bridges.vision_families import VISION_FAMILIES
 
 
 def _check_mixtral_window(config: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from _check_window(config, "sliding_window", "null")
-
-
-def _check_window(config: Mapping[str, Any], name: str, off: str) -> Iterator[Problem]:
-    window = config.get("sliding_window")
-    longest = config["max_position_embeddings"]
-    if window is not None and not _window_hides_nothing(config):
-        found = (
-            config[name]
-            if name == "sliding_window"
-            else f"{config[name]!r}, with sliding_window {window!r}"
-        )
-        yield (
-            name,
-            found,
-            f"{name}: {off}, or a window of max_position_embeddings ({longest}) at least",
-        )
-
-
-def _window_hides_nothing(config: Mapping[str, Any]) -> bool:
-    """True if the window is as long as the longest context."""
-    window = config.get("sliding_window")
-    longest = config.get("max_position_embeddings")
-    return isinstance(window, int) and isinstance(longest, int) and window >= longest
+    yield from check_window(config, "sliding_window", "null")
 
 
 def _check_sigmoid_normalisation(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -240,7 +162,6 @@ def _check_latent_head_sizes(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield name, config[name], f"{name}: {size}, or no such key"
 
 
-_WINDOWS = words("max_window_layers sliding_window use_sliding_window")
 _QWEN_EXPERTS = words(
     "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts_per_tok"
 )
@@ -256,11 +177,6 @@ _LATENT_ONLY: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (None, True),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
-}
-_WINDOW_DEFAULTS = {
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "num_hidden_layers": 32,
 }
 _QWEN_EXPERTS_DEFAULTS = {
     "decoder_sparse_step": 1,
@@ -280,10 +196,10 @@ _GATED_DELTA_ONLY: dict[str, tuple[Any, ...]] = {
     "output_gate_type": (None, "swish"),
 }
 _GATED_DELTA_TYPES = ("full_attention", "linear_attention")
-_MROPE = words("mrope_interleaved mrope_section")
 _LATENT_RULES = (_check_sigmoid_normalisation, _check_expert_groups, _check_latent_head_sizes)
 
 FAMILIES: dict[str, Family] = {
+    **VISION_FAMILIES,
     "deepseek_v3": Family(
         reads=_SIGMOID_EXPERTS | _LATENT,
         only=_LATENT_ONLY,
@@ -397,20 +313,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(
         ropes=("default", "yarn"),
-        reads=_WINDOWS,
+        reads=WINDOWS,
         only={"attention_bias": (None, False, True), "qkv_bias": (None, True)},
-        rules=(_check_window_by_layer,),
-        defaults=_WINDOW_DEFAULTS,
+        rules=(check_window_by_layer,),
+        defaults=WINDOW_DEFAULTS,
     ),
     "qwen2_moe": Family(
         ropes=("default", "yarn"),
-        reads=_WINDOWS
+        reads=WINDOWS
         | _QWEN_EXPERTS
         | _EXPERT_COUNTS
         | words("qkv_bias shared_expert_intermediate_size"),
-        rules=(_check_window_by_layer, _check_softmax_normalisation, _check_experts_in_all_layers),
+        rules=(check_window_by_layer, _check_softmax_normalisation, _check_experts_in_all_layers),
         defaults={
-            **_WINDOW_DEFAULTS,
+            **WINDOW_DEFAULTS,
             **_QWEN_EXPERTS_DEFAULTS,
             "num_experts_per_tok": 4,
             "num_hidden_layers": 24,
@@ -419,10 +335,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         source="mbridge",
         ropes=("default", "yarn"),
-        reads=_WINDOWS,
+        reads=WINDOWS,
         only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
-        rules=(_check_window_by_layer,),
-        defaults=_WINDOW_DEFAULTS,
+        rules=(check_window_by_layer,),
+        defaults=WINDOW_DEFAULTS,
     ),
     "qwen3_5_moe_text": Family(
         reads=_GATED_DELTA
@@ -430,7 +346,7 @@ FAMILIES: dict[str, Family] = {
         | _EXPERT_COUNTS
         | words("shared_expert_intermediate_size"),
         only=_GATED_DELTA_ONLY,
-        rope_keys=_MROPE,
+        rope_keys=MROPE,
         layer_types=_GATED_DELTA_TYPES,
         rules=(_check_experts_in_all_layers,),
         defaults={"decoder_sparse_step": 1},
@@ -438,7 +354,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         reads=_GATED_DELTA,
         only=_GATED_DELTA_ONLY,
-        rope_keys=_MROPE,
+        rope_keys=MROPE,
         layer_types=_GATED_DELTA_TYPES,
     ),
     "qwen3_next": Family(
@@ -453,10 +369,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         ropes=("default", "yarn"),
-        reads=_WINDOWS | _QWEN_EXPERTS | _EXPERT_COUNTS,
+        reads=WINDOWS | _QWEN_EXPERTS | _EXPERT_COUNTS,
         only={"attention_bias": (None, False), "use_qk_norm": (None, True)},
         rules=(
-            _check_window_of_all_layers,
+            check_window_of_all_layers,
             _check_softmax_normalisation,
             _check_experts_in_all_layers,
         ),

@@ -54,6 +54,20 @@ class Block:
     """[n, l] int64: each query's position in its segment. Keys are in the order of positions."""
 
 
+@dataclass(slots=True, frozen=True)
+class Rotations:
+    """Positions in time, height and width, and which of the three rotates each frequency."""
+
+    positions: torch.Tensor
+    """[3, L] int64. None exceeds the tokens of its segment."""
+    axes: torch.Tensor
+    """[D / 2] int64: 0, 1 or 2."""
+
+    def of_frequencies(self) -> torch.Tensor:
+        """Return the position of every local token for each frequency: [L, D / 2] int64."""
+        return self.positions.index_select(0, self.axes).T
+
+
 @dataclass
 class PackedLayout(PackedSeqParams):
     """The layout of packed segments and the index tensors of attention.
@@ -67,6 +81,10 @@ class PackedLayout(PackedSeqParams):
     cp_rank: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[L] int64: each local token's position in its segment."""
+    rotations: Rotations | None = None
+    """Positions of images and text; None: each token has its position in its segment."""
+    deep_features: list[torch.Tensor] = field(default_factory=list)
+    """Number of a first layer → [L, 1, H] to add to its output (`vision`)."""
     selections: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Number of a layer with an indexer → masks of the blocks (`sparse`). By layer, because
     recomputation runs layers again in the backward pass."""
@@ -138,10 +156,11 @@ class PackedLayout(PackedSeqParams):
         share the result.
         """
         if self._angles is None or self._angles[0] is not frequencies:
+            table = frequencies[:, 0, 0, : frequencies.shape[-1] // 2].float()
             half = (
-                frequencies[:, 0, 0, : frequencies.shape[-1] // 2]
-                .float()
-                .index_select(0, self.positions)
+                table.index_select(0, self.positions)
+                if self.rotations is None
+                else table.gather(0, self.rotations.of_frequencies())
             )
             self._angles = (frequencies, half.cos(), half.sin())
         return self._angles[1:]
@@ -156,11 +175,12 @@ def packed_layout(
     cp_rank: int,
     device: torch.device,
     positions: torch.Tensor | None = None,
+    rotations: Rotations | None = None,
 ) -> PackedLayout:
     """Return the layout of segments of `lengths` tokens on rank `cp_rank`.
 
     `lengths`: multiples of 2 × cp_size if cp_size > 1. `positions`: [L] each local token's position
-    in its segment; only rotary embeddings need it.
+    in its segment; only rotary embeddings need it. `rotations`: positions of images and text.
     """
     lengths = np.asarray(lengths, np.int64)
     cumulative = platform.to_device(torch.from_numpy(_starts(lengths)), device)
@@ -177,6 +197,7 @@ def packed_layout(
         positions=torch.empty(0, dtype=torch.int64, device=device)
         if positions is None
         else positions,
+        rotations=rotations,
     )
 
 

@@ -35,7 +35,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from rlpipe.engines.megatron.bridges.bridge import layers_of, model_arguments, open_bridge
+from rlpipe.engines.megatron.bridges.bridge import (
+    layers_of,
+    model_arguments,
+    model_class,
+    open_bridge,
+)
 from rlpipe.engines.megatron.model.float32_parameters import order_states
 from rlpipe.engines.megatron.model.freezing import for_frozen, freeze
 from rlpipe.engines.megatron.model.layers import TRANSFORMER_ENGINE, PolicyModel
@@ -43,6 +48,7 @@ from rlpipe.engines.megatron.model.lora import add_adapters, check_adapters
 from rlpipe.engines.megatron.model.prediction import check_prediction, prediction_spec
 from rlpipe.engines.megatron.model.provided import provided_model
 from rlpipe.engines.megatron.model.value_model import RewardModel, ValueModel
+from rlpipe.engines.megatron.model.vision import check_vision
 
 _PARALLEL = "train.parallel"
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -212,6 +218,7 @@ def open_model(
     _set_chunks(bridge, train)
     _check_sizes(bridge, train)
     check_prediction(bridge)
+    check_vision(bridge, train)
     return bridge
 
 
@@ -419,7 +426,7 @@ def _bare_chunk(
         further = {}
         if config.mtp_num_layers:
             further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
-        model = kind(
+        model = model_class(bridge, kind)(
             config=config,
             transformer_layer_spec=block,
             share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),

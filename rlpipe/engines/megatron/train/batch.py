@@ -22,6 +22,8 @@ import torch
 from rlpipe.batch.columns import BatchColumns, gather_index
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.model.attention import PackedLayout, packed_layout
+from rlpipe.engines.megatron.model.vision import ImageInputs, ImageLayout
+from rlpipe.engines.megatron.train.packed_images import packed_images
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,6 +33,8 @@ class Slice:
     cp_size: int = 1
     cp_rank: int = 0
     sequence_parts: int = 1
+    images: ImageLayout | None = None
+    """How the model reads images; None: it reads text alone."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +56,8 @@ class MicroBatch:
     """[L] int64: index of each local token into the batch's [S]; -1 is padding."""
     samples: np.ndarray
     """[k] int64: the samples in the order of their segments."""
+    images: ImageInputs | None = None
+    """Images of the samples; None: text alone."""
 
     def column(self, values: np.ndarray) -> torch.Tensor:
         """Return the rows' values [n] of a flat [R] column, on the device."""
@@ -107,6 +113,7 @@ def pack(
     local, local_of = _zigzag(padded, part)
     is_local = np.isin(rows, local) if part.cp_size > 1 else np.ones(len(rows), bool)
     device = platform.device()
+    images, rotations = packed_images(batch, chosen, part.images, starts, padded, local, local_of)
     local_tokens, local_positions, local_rows, local_targets = (
         platform.to_device(torch.from_numpy(array), device)
         for array in (tokens[local], positions[local], local_of[rows[is_local]], targets[is_local])
@@ -114,12 +121,15 @@ def pack(
     return MicroBatch(
         tokens=local_tokens[None],
         positions=local_positions[None],
-        layout=packed_layout(padded, part.cp_size, part.cp_rank, device, local_positions),
+        layout=packed_layout(
+            padded, part.cp_size, part.cp_rank, device, local_positions, rotations
+        ),
         rows=local_rows,
         targets=local_targets,
         response_index=responses[is_local],
         sources=source_of[local],
         samples=chosen,
+        images=images,
     )
 
 

@@ -63,6 +63,7 @@ def packing_slice(scorer: ScoringModel) -> Slice:
         cp_size=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         sequence_parts=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        images=getattr(scorer.bridge, "image_layout", None),
     )
 
 
@@ -200,7 +201,13 @@ def _run(
     def forward_step(iterator, chunk):
         micro = next(iterator)
         with forward_context(micro, chunks.index(chunk)) if forward_context else nullcontext():
-            hidden = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
+            hidden = chunk(
+                micro.tokens,
+                micro.positions,
+                None,
+                packed_seq_params=micro.layout,
+                **({} if micro.images is None else {"images": micro.images}),
+            )
 
         def loss_function(hidden_states):
             loss, output = of_hidden_states(micro, hidden_states)

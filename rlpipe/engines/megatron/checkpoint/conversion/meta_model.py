@@ -23,6 +23,7 @@ from rlpipe.engines.megatron.bridges.bridge import (
     layers_of,
     mbridge_view,
     model_arguments,
+    model_class,
     open_bridge,
 )
 from rlpipe.engines.megatron.model.layers import PolicyModel
@@ -100,7 +101,7 @@ class MetaModel:
         if config.mtp_num_layers:
             further["mtp_block_spec"] = prediction_spec(config, block.layer_specs[-1])
         with torch.device("meta"):
-            self._model = (ValueModel if critic else PolicyModel)(
+            self._model = model_class(self.bridge, ValueModel if critic else PolicyModel)(
                 config=config,
                 transformer_layer_spec=block,
                 share_embeddings_and_output_weights=self.tied,
