@@ -184,6 +184,9 @@ def evaluation_config(
         files = Files(base.store.root or home / "store")
         start = saved_weights(files, run, iteration, adapters=base.train.lora is not None)
         title = name or f"{run}.eval-{start.iteration}"
+        if base.sync.transport == "adapter":
+            # Engines of a saved checkpoint need its frozen weights too.
+            fixed += ["sync.transport=tensor"]
         # The weights of the run replace those of the recipe's model.
         fixed += [f"model.start_from={start.model_dump_json()}", "model.adapter=null"]
     config = load_run(source, fixed, title)

@@ -140,6 +140,7 @@ async def first_iteration(ctx: RunContext, origin: Commit | None = None) -> int:
     else:
         take_changes(ctx)
     check_same_model(ctx)
+    check_frozen_weights(ctx)
     newest = ctx.branches.newest(ctx.config.run)
     if newest is None:
         return 0
@@ -183,6 +184,19 @@ def check_same_model(ctx: RunContext) -> None:
             found=f"{ctx.model_dir} with contents {ctx.fingerprint[:16]}",
             expected=f"contents {recorded[:16]}",
             do="restore the model, or give the new run another name: --run NAME",
+        )
+
+
+def check_frozen_weights(ctx: RunContext) -> None:
+    """Require the frozen weights that engines load, for pushes of adapters. Raises: ConfigError."""
+    init = ctx.nodes.get(Stage.INIT, ctx.init)
+    if ctx.config.sync.transport == "adapter" and "start_from" in init.parents:
+        raise ConfigError(
+            "engines have the weights of the model directory, and the frozen ones are others",
+            where="sync.transport",
+            found="adapter, in a run that began with a checkpoint of another run",
+            expected="tensor, distributed, disk or delta",
+            do="set sync.transport: tensor, or convert the checkpoint and start from its directory",
         )
 
 

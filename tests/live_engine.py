@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.train import LoraConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
 
@@ -79,7 +80,7 @@ def log_probs(
     )
 
 
-def make_server(model_dir: Path, log_path: Path) -> Server:
+def make_server(model_dir: Path, log_path: Path, lora: LoraConfig | None = None) -> Server:
     """A server that is not started."""
     return Server(
         model_dir,
@@ -90,6 +91,7 @@ def make_server(model_dir: Path, log_path: Path) -> Server:
         log_path=log_path,
         seed=1,
         weight_version=FIRST_STAMP,
+        lora=lora,
         device="cpu",
     )
 

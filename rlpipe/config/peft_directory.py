@@ -48,8 +48,12 @@ def adapter_conflict(config: RunConfig) -> str | None:
     """Return keys of a run that cannot be used with adapters, as a sentence; None if all can be."""
     model = config.model
     if config.train.lora is None:
+        if config.sync.transport == "adapter":
+            return "sync.transport: adapter needs train.lora, whose adapters it pushes"
         needed = "model.adapter needs train.lora, whose first adapters it has"
         return needed if model.adapter is not None else None
+    if config.sync.transport == "adapter" and (other := _push_conflict(config)):
+        return f"sync.transport: adapter cannot be used with {other}; set sync.transport: tensor"
     conflicts = {
         "advantage.advantage_estimator: ppo, whose critic trains all weights": config.uses_critic,
         "reference.ref_load: the reference has the policy's frozen weights": (
@@ -64,6 +68,27 @@ def adapter_conflict(config: RunConfig) -> str | None:
     }
     found = next((text for text, conflict in conflicts.items() if conflict), None)
     return found and f"train.lora cannot be used with {found}"
+
+
+def _push_conflict(config: RunConfig) -> str | None:
+    """Return keys that cannot be used with pushes of adapters, as a sentence; None if all can."""
+    resources = config.resources
+    conflicts = {
+        "engine.quantization: the frozen weights of trainer and engines would differ": (
+            config.engine.quantization is not None
+        ),
+        "sync.in_flight: in_place, whose requests keep the adapter that they began with": (
+            config.sync.in_flight == "in_place"
+        ),
+        "sync.check_weight_update_equal, which compares all weights": (
+            config.sync.check_weight_update_equal
+        ),
+        "resources.external_engines: it needs servers that the run starts": bool(
+            resources.external_engines
+        ),
+        "engines that release their weights (resources.offload_rollout)": resources.engines_sleep,
+    }
+    return next((text for text, conflict in conflicts.items() if conflict), None)
 
 
 def adapter_path(path: str) -> Path:
@@ -146,3 +171,19 @@ def other_base(config: RunConfig) -> list[str]:
     if not base or Path(base).name == Path(own).name:
         return []
     return [f"{KEY}: its {CONFIG} names the base model {base}, and the run has {own}"]
+
+
+def adapter_config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
+    """Return the content of PEFT's configuration. `base`: the model's name or directory."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -323,13 +323,14 @@ class TeacherConfig(Config):
 class SyncConfig(Config):
     """Pushes of weights into the engines."""
 
-    transport: Literal["tensor", "distributed", "disk", "delta"] = Tuning("tensor")
+    transport: Literal["tensor", "distributed", "disk", "delta", "adapter"] = Tuning("tensor")
     """`tensor`: over HTTP from the trainer to each engine; through GPU memory (CUDA IPC) on a
     shared GPU. `distributed`: a broadcast from the first rank of each pipeline stage to all engines
     (NCCL; gloo without CUDA); engines must not use the trainer's GPUs. `disk`: files with all
     weights, which engines load. `delta`: files with the changes, applied to the weights on each
     engine's machine; the trainer keeps a copy on the CPU. With `disk` and `delta` a restarted
-    engine gets its weights without the trainer."""
+    engine gets its weights without the trainer. `adapter`: the adapters of train.lora alone, over
+    HTTP; engines compute with these adapters on the frozen weights of the model directory."""
     update_weights_interval: int = Field(default=1, ge=1)
     """Iterations from one push to the next. Between two pushes engines sample with older weights
     (see async_buffer_size)."""

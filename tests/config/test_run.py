@@ -28,6 +28,33 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        ({"train": {}}, "needs train.lora"),
+        ({"engine": {"quantization": "fp8"}}, "engine.quantization"),
+        ({"sync": {"transport": "adapter", "in_flight": "in_place"}}, "sync.in_flight: in_place"),
+        (
+            {"sync": {"transport": "adapter", "check_weight_update_equal": True}},
+            "check_weight_update_equal",
+        ),
+        ({"resources": {"colocate": True}}, "resources.offload_rollout"),
+        (
+            {
+                "resources": {"external_engines": ["http://127.0.0.1:9"]},
+                "engine": {"router_url": "http://127.0.0.1:8"},
+            },
+            "resources.external_engines",
+        ),
+    ],
+)
+def test_pushes_of_adapters_refuse_settings_that_need_all_weights(keys: dict[str, Any], words: str):
+    adapters = {**BASE, "train": {"lora": {"rank": 4}}, "sync": {"transport": "adapter"}}
+    assert validate(adapters).sync.transport == "adapter"
+    with pytest.raises(ConfigError, match=words):
+        validate({**adapters, **keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
         ({"advantage": {"use_opd": True}}, "needs a teacher"),
         ({"teacher": {"opd_type": "megatron"}}, "opd_teacher_load"),
         ({"teacher": {"opd_type": "sglang"}}, "needs url"),

@@ -100,7 +100,10 @@ def test_adapters_in_the_store_are_saved_weights_of_a_run_with_adapters(home: Pa
     assert evaluation_config(home, run="old").run == "old.eval-1"
     run["config"]["train"]["lora"] = {"rank": 4}
     (home / "old" / "run.json").write_text(json.dumps(run))
-    assert evaluation_config(home, run="old").run == "old.eval-3"
+    run["config"]["sync"]["transport"] = "adapter"
+    (home / "old" / "run.json").write_text(json.dumps(run))
+    config = evaluation_config(home, run="old")
+    assert (config.run, config.sync.transport) == ("old.eval-3", "tensor")
 
 
 def test_an_evaluation_is_a_separate_run_without_training(home: Path):

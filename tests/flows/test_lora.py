@@ -124,6 +124,7 @@ def test_a_run_from_a_directory_of_peft_is_rebuilt_replayed_and_forked(exported:
     kl = ("advantage.reference=true", "train.loss.kl_loss_coef=0.01")
     arguments = ("--recipe", str(exported / "small.yaml"), *LORA, *kl)
     layout = (
+        "sync.transport=adapter",
         "resources.actor_num_gpus_per_node=2",
         "train.parallel.tensor_model_parallel_size=2",
         f"model.adapter={adapter}",
@@ -156,11 +157,11 @@ def test_a_run_from_a_directory_of_peft_is_rebuilt_replayed_and_forked(exported:
     moved = exported / "moved" / "adapter"
     moved.parent.mkdir()
     shutil.move(adapter, moved)
-    with LiveRun(home, *arguments, *layout[:2], *layout[3:], *fork) as run:
+    with LiveRun(home, *arguments, *layout[:3], *layout[4:], *fork) as run:
         assert run.finish(300) != 0
         assert "a fork keeps the first adapters of its parent" in run.output
     changed = (f"model.adapter={moved}", "train.optimizer.lr=2e-2")
-    with LiveRun(home, *arguments, *layout[:2], *layout[3:], *changed, *fork) as run:
+    with LiveRun(home, *arguments, *layout[:3], *layout[4:], *changed, *fork) as run:
         assert run.finish(400) == 0, run.output
     assert check_branch(files, "fork") == []
 

@@ -152,6 +152,26 @@ def test_adapters_need_their_settings_and_the_directory_of_their_frozen_weights(
     assert nodes_of(lora={"rank": 8}) == begin.StartNodes(saved.digest)
 
 
+async def test_pushes_of_adapters_need_the_frozen_weights_of_the_model_directory(tmp_path: Path):
+    directory, begun = begun_run(tmp_path)
+    init = begun.nodes.commit(init_inputs(begun.config, begun.fingerprint, "checkpoint").node())
+    begun.branches.create("warm", begun.config.model_dump(mode="json"), init.digest)
+
+    def pushing(run: str) -> RunContext:
+        ctx = opened(tmp_path, directory)
+        changed = {
+            "run": run,
+            "train": {"lora": {"rank": 4}},
+            "sync": {"transport": "adapter"},
+        }
+        ctx.config = validate({**ctx.config.model_dump(mode="json"), **changed})
+        return ctx
+
+    begin.check_frozen_weights(pushing("begun"))
+    with pytest.raises(ConfigError, match="the frozen ones are others"):
+        begin.check_frozen_weights(pushing("warm"))
+
+
 async def test_a_run_without_a_commit_takes_another_reward_key(tmp_path: Path):
     directory, begun = begun_run(tmp_path)
     again = opened(tmp_path, directory)

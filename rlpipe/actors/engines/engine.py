@@ -19,6 +19,7 @@ from typing import Any
 from rlpipe.actors.ray.placement import LOOPBACK, own_address
 from rlpipe.actors.specs import ClusterSpec
 from rlpipe.config.model import EngineConfig, ModelSource, ResourcesConfig
+from rlpipe.config.train import LoraConfig
 from rlpipe.config.weight_file_hooks import pre_read
 from rlpipe.engines.sglang.admin import (
     MEMORY_TAGS,
@@ -64,6 +65,8 @@ class EngineSpec:
     deterministic: bool = False
     reads_text: bool = False
     names_experts: bool = False
+    lora: LoraConfig | None = None
+    """Adapters that pushes replace; None: pushes replace weights."""
     source: ModelSource | None = None
     """Source of the model, for nodes that do not have `model_dir`."""
     devices: tuple[tuple[str, ...], ...] | None = None
@@ -95,6 +98,7 @@ class EngineSpec:
             deterministic=config.deterministic,
             reads_text=config.reads_text,
             names_experts=config.train.use_rollout_routing_replay,
+            lora=config.train.lora if config.sync.transport == "adapter" else None,
             source=config.model.source,
             devices=devices,
         )
@@ -206,6 +210,7 @@ class EngineActor:
             reads_text=spec.reads_text,
             devices=self._devices(spec),
             names_experts=spec.names_experts,
+            lora=spec.lora,
             part=part,
         )
 

@@ -4,6 +4,7 @@ sync.transport   engines on the trainer's GPUs   other engines
 tensor           ipc                             tensor; on CUDA distributed if some use ipc
 distributed      (refused)                       distributed; staged with several stages
 disk, delta      files (`Pusher.write`)          files (`Pusher.write`)
+adapter          adapter                         adapter
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rlpipe.config.train import SyncConfig
 from rlpipe.config.weight_file_hooks import post_write
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.bridges.stages import pipeline_position, stage_weights
+from rlpipe.engines.megatron.checkpoint.adapter_file import peft_weights
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.errors import ConfigError, SyncError
 from rlpipe.sync.fp8 import fp8_directory, quantize
@@ -113,7 +115,10 @@ class Pusher:
     def _send(self, name: str, push: Push, sync: SyncConfig) -> PushReport:
         """Send through one transport. A push that reached no engine is reported, not raised."""
         transport = self._transport(name, sync)
-        tensors = self._stage_tensors() if transport.per_stage else self._tensors()
+        if name == "adapter":
+            tensors = peft_weights(self.engine.trained)
+        else:
+            tensors = self._stage_tensors() if transport.per_stage else self._tensors()
         try:
             return transport.send(tensors, push)
         except SyncError as error:
@@ -138,6 +143,7 @@ class Pusher:
             sync=sync,
             rank=self.rank,
             world_size=self.world_size,
+            lora=self.spec.train.lora,
             device=platform.device(),
             engine_tensor_parallel_size=self.spec.engine_tensor_parallel_size,
             **self._stage_fields(),
@@ -190,6 +196,9 @@ def choose_transports(
     `by_stage`: the trainer has several pipeline stages. Raises: ConfigError if no transport can
     serve an engine.
     """
+    if sync.transport == "adapter":
+        yield "adapter", [*engines]
+        return
     shared = [url for url in engines if url in engine_ranks]
     others = [url for url in engines if url not in engine_ranks]
     if shared and sync.transport == "distributed":

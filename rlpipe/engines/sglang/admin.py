@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import httpx
 
+from rlpipe.engines.sglang import adapters
 from rlpipe.engines.sglang.push_routes import CLOSE, OPEN
 from rlpipe.errors import DeadlineExceeded, EngineRejected
 from rlpipe.rollout.client.http import call
@@ -290,6 +291,11 @@ class Engine:
         if weight_version is not None:
             body["weight_version"] = weight_version
         await self._call("POST", "/update_weights_from_tensor", body)
+
+    async def load_adapter(self, name: str, config: dict[str, Any], tensors: str) -> None:
+        """Replace the adapters of a server of ours (`adapters.load_only`) in an opened update."""
+        body = {"client": self._client, "name": name, "config": config, "tensors": tensors}
+        await self._call("POST", adapters.LOAD, body)
 
     async def join_group(
         self, name: str, *, address: str, port: int, first_rank: int, world_size: int, backend: str

@@ -2,7 +2,7 @@
 
     python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS
 
-The arguments are SGLang's own. This module fills six gaps of SGLang's CPU support and halves the
+The arguments are SGLang's own. This module fills seven gaps of SGLang's CPU support and halves the
 start-up time:
 
 1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform. Without AMX it uses PyTorch layers.
@@ -14,7 +14,8 @@ start-up time:
    it by `cpu_attention`.
 5. `/weights_checker` compares weights on a CUDA device. A hook compares them on the CPU.
 6. `--enable-return-routed-experts` registers its memory with CUDA. A hook skips that.
-7. SGLang's processes are forked from the first one, which has imported everything. A spawned
+7. Adapters (`--enable-lora`) page-lock a few numbers of each batch. A hook skips that.
+8. SGLang's processes are forked from the first one, which has imported everything. A spawned
    process repeats the imports, for 7 s. With CUDA a fork is not possible: a child cannot use CUDA
    if its parent has.
 
@@ -130,6 +131,27 @@ def _skip_page_lock(_original, _buffer, _granularity=None) -> None:
     """Do not page-lock memory: no device copies from it."""
 
 
+def _pageable(function):
+    def create(*values, pin_memory=False, **settings):
+        return function(*values, **settings)
+
+    return create
+
+
+def _lora_without_page_lock(original, *arguments, **keywords):
+    """Make torch create tensors without page-locked memory in this process.
+
+    Runs around the constructor of SGLang's manager of adapters. Its layers and kernels (`srt/lora`)
+    page-lock their offsets by these functions, which raise without an accelerator.
+    """
+    import torch
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _pageable(getattr(torch, name)))
+    setattr(torch.Tensor, "pin_memory", lambda self, *_device: self)  # noqa: B010
+    return original(*arguments, **keywords)
+
+
 def _fork_single_threaded(original, arguments):
     """Make SGLang fork its processes if that is safe.
 
@@ -164,6 +186,11 @@ def hook() -> None:
     HookRegistry.register(f"{weights}.iter_chunks", _whole_weight, HookType.AROUND)
     host_memory = "sglang.srt.mem_cache.pool_host.common"
     HookRegistry.register(f"{host_memory}._cuda_host_register", _skip_page_lock, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+        _lora_without_page_lock,
+        HookType.AROUND,
+    )
 
 
 def hook_start() -> None:

@@ -58,6 +58,9 @@ def load(prepare: Callable[[], None] | None) -> Callable[[list[str]], None]:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
 
+        from rlpipe.engines.sglang import adapters
+
+        adapters.hook()
         # First: a module that imports a hooked function by name must get the hook.
         load_plugins()
         # `run_server` imports it.

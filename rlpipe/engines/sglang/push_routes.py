@@ -2,6 +2,7 @@
 
     POST /rlpipe/open_update     pause → empty the prefix cache → open a weight update
     POST /rlpipe/close_update    close the weight update → read the weight version → sample again
+    POST /rlpipe/load_adapter    see `adapters`
 
 `launch` adds them to SGLang's server. The steps are those of SGLang's own endpoints, which
 `admin.Engine` calls one by one where these are missing (external servers). Each answer has the
@@ -21,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rlpipe.engines.sglang import adapters
 from rlpipe.system.parts import Parts
 
 OPEN = "/rlpipe/open_update"
@@ -48,7 +50,8 @@ class PushRoutes:
 
     def add_to(self, app: Any) -> None:
         """Add the endpoints to SGLang's FastAPI application."""
-        for path, steps in ((OPEN, self._open), (CLOSE, self._close)):
+        routes = {OPEN: self._open, CLOSE: self._close, adapters.LOAD: self._load_adapter}
+        for path, steps in routes.items():
             app.add_route(path, _endpoint(steps), methods=["POST"])
 
     @property
@@ -78,6 +81,18 @@ class PushRoutes:
                 await _begin(manager)
             begun = True
         return {"begun": begun}
+
+    async def _load_adapter(
+        self, body: dict[str, Any], parts: Parts, _gone: Gone
+    ) -> dict[str, Any]:
+        async with self._lock:
+            if self._client != body["client"]:
+                raise _Refused("another client has opened an update since")
+            try:
+                await adapters.load_only(self._manager, body, parts)
+            except ValueError as error:
+                raise _Refused(str(error)) from error
+        return {}
 
     async def _close(self, body: dict[str, Any], parts: Parts, _gone: Gone) -> dict[str, Any]:
         async with self._lock:

@@ -25,6 +25,8 @@ import psutil
 
 from rlpipe.config.arguments.check import check_sglang
 from rlpipe.config.model import EngineConfig, ResourcesConfig
+from rlpipe.config.train import LoraConfig
+from rlpipe.engines.sglang import adapters
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
 from rlpipe.system import leftovers
@@ -142,19 +144,20 @@ class Server(ServerProcess):
         deterministic: bool = False,
         reads_text: bool = False,
         names_experts: bool = False,
+        lora: LoraConfig | None = None,
         device: Device | None = None,
         devices: Sequence[str] | None = None,
         part: Part | None = None,
     ) -> None:
         """Prepare a server without starting it.
 
-        `port`: None picks a free one.
         `weight_version`: stamp of the directory's weights, until the first push.
         `deterministic`: sample by each request's seed, independent of the batch. CUDA only.
         `reads_text`: load the tokenizer, for stop texts and minimum lengths.
         `names_experts`: report the experts of each token in a mixture of experts. Costs 4 bytes ×
         layers × experts for each cached token in CPU memory.
-        `device`: None is CUDA if torch sees a GPU.
+        `lora`: settings of adapters that pushes replace (`adapters`); None: pushes replace weights.
+        `port`: None picks a free one. `device`: None is CUDA if torch sees a GPU.
         `devices`: GPUs as in CUDA_VISIBLE_DEVICES; None for those of this process.
         `part`: position in an engine that spans nodes; None for a whole engine.
         Raises: ConfigError for an argument in `engine.sglang` that is not allowed.
@@ -181,8 +184,7 @@ class Server(ServerProcess):
             "trust_remote_code": trust_remote_code,
             "weight_version": weight_version,
             "skip_tokenizer_init": not reads_text,
-            **({"enable_return_routed_experts": True} if names_experts else {}),
-            **({"enable_deterministic_inference": True} if deterministic and not on_cpu else {}),
+            **_features(lora, names_experts, deterministic, on_cpu=on_cpu),
             **(_ALWAYS | _priorities(config)),
             **defaults,
             **config.sglang,
@@ -306,6 +308,17 @@ def _cpu_binding(ranks: int, threads: int) -> str:
         [cpus[(rank * threads + n) % len(cpus)] for n in range(threads)] for rank in range(ranks)
     )
     return "|".join(",".join(map(str, rank_cpus)) for rank_cpus in by_rank)
+
+
+def _features(
+    lora: LoraConfig | None, names_experts: bool, deterministic: bool, *, on_cpu: bool
+) -> dict[str, object]:
+    """Return the arguments of features that a run may need. Arguments: as `Server`."""
+    return {
+        **({"enable_return_routed_experts": True} if names_experts else {}),
+        **(adapters.server_arguments(lora, on_cpu=on_cpu) if lora else {}),
+        **({"enable_deterministic_inference": True} if deterministic and not on_cpu else {}),
+    }
 
 
 def _priorities(config: EngineConfig) -> dict[str, object]:

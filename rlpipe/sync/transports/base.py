@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 
-from rlpipe.config.train import SyncConfig
+from rlpipe.config.train import LoraConfig, SyncConfig
 from rlpipe.engines.sglang.admin import PauseMode
 from rlpipe.sync.tensors import NamedTensors, expected_shapes
 
@@ -29,6 +29,8 @@ class TransportSetup:
     sync: SyncConfig
     rank: int = 0
     world_size: int = 1
+    lora: LoraConfig | None = None
+    """The adapters of the policy."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device of the trainer's tensors."""
     engine_tensor_parallel_size: int = 1

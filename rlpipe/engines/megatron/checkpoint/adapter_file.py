@@ -11,7 +11,8 @@ parallel layout. The metadata has `train.lora` as JSON under the key `lora`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors import safe_open
 from rlpipe.config.train import LoraConfig
 from rlpipe.engines.megatron.bridges.stages import NamedTensor, from_all_stages
 from rlpipe.engines.megatron.checkpoint.adapters import LORA, check_same_adapters
-from rlpipe.engines.megatron.checkpoint.first_adapters import MATRICES, fill
+from rlpipe.engines.megatron.checkpoint.first_adapters import MATRICES, fill, required_name
 from rlpipe.engines.megatron.model.build import TrainedModel
 from rlpipe.engines.megatron.model.lora import ADAPTERS, MARK, adapted_modules
 
@@ -59,6 +60,18 @@ def load_adapter_file(trained: TrainedModel, data: bytes, where: str) -> None:
     trained.optimizer.reload_model_params()
 
 
+def peft_weights(trained: TrainedModel) -> Iterator[NamedTensor]:
+    """Yield the whole matrices of all adapters by PEFT's names, on every rank. Collective.
+
+    Exhaust the iterator on all ranks. Raises: ConfigError for an adapter without such a name.
+    """
+
+    def named(module: Any, part: str, matrix: str) -> str:
+        return required_name(trained.bridge, module.weight_name, part, matrix, "sync.transport")
+
+    return from_all_stages(trained.models, partial(_chunk_adapters, name=named))
+
+
 class AdapterFile:
     """A file of adapters on disk, read as the checkpoint of a conversion (`torch_dist`)."""
 
@@ -91,7 +104,9 @@ def _name(module: Any, part: str, matrix: str) -> str:
     return f"{module.weight_name.removesuffix('.weight')}{MARK}{part}.{matrix}"
 
 
-def _chunk_adapters(chunk: torch.nn.Module) -> Iterator[NamedTensor]:
+def _chunk_adapters(
+    chunk: torch.nn.Module, name: Callable[[Any, str, str], str] = _name
+) -> Iterator[NamedTensor]:
     """Yield the whole matrices of a chunk on every rank of its stage. Collective in the stage."""
     for module in adapted_modules(chunk):
         for part, adapter in module.adapters.items():
@@ -102,4 +117,4 @@ def _chunk_adapters(chunk: torch.nn.Module) -> Iterator[NamedTensor]:
                     parts = [torch.empty_like(own) for _ in range(module.tp_group.size())]
                     torch.distributed.all_gather(parts, own.contiguous(), group=module.tp_group)
                     own = torch.cat(parts, dimension)
-                yield _name(module, part, matrix), own
+                yield name(module, part, matrix), own

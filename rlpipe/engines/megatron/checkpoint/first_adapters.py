@@ -113,16 +113,17 @@ def _shapes(bridge: LLMBridge, lora: LoraConfig) -> dict[str, tuple[int, int]]:
                 for matrix, shape in zip(
                     MATRICES, ((lora.rank, columns), (rows, lora.rank)), strict=True
                 ):
-                    shapes[_required_name(bridge, weight, part, matrix)] = shape
+                    shapes[required_name(bridge, weight, part, matrix)] = shape
     return shapes
 
 
-def _required_name(bridge: LLMBridge, weight: str, part: str, matrix: str) -> str:
+def required_name(bridge: LLMBridge, weight: str, part: str, matrix: str, where: str = KEY) -> str:
+    """Return PEFT's name of a matrix. Raises: ConfigError without one. Arguments: `peft_name`."""
     name = peft_name(bridge, weight, part, matrix)
     if name is None:
         raise ConfigError(
             "PEFT has no name for these adapters",
-            where=KEY,
+            where=where,
             found=f"{part}: the model's files join it with other matrices",
             do="leave this layer out of train.lora.target_modules",
         )
@@ -144,7 +145,7 @@ def begin_adapters(trained: TrainedModel, adapter: str | None) -> None:
         for module in [each for model in trained.models for each in adapted_modules(model)]:
             for part in module.adapters:
                 for matrix in MATRICES:
-                    name = _required_name(trained.bridge, module.weight_name, part, matrix)
+                    name = required_name(trained.bridge, module.weight_name, part, matrix)
                     fill(module, part, matrix, file.get_tensor(name))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rlpipe.config.peft_directory import CONFIG, WEIGHTS
+from rlpipe.config.peft_directory import CONFIG, WEIGHTS, adapter_config
 from rlpipe.config.train import LoraConfig
 from rlpipe.engines.megatron.checkpoint.adapter_file import AdapterFile
 from rlpipe.engines.megatron.checkpoint.adapters import stored_lora
@@ -150,19 +149,3 @@ def _is_base(stored: Checkpoint, meta_model: MetaModel, directory: Path) -> bool
         if not torch.equal(read.to(expected.dtype), frozen[: len(read)]):
             return False
     return True
-
-
-def adapter_config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
-    """Return the content of PEFT's configuration. `base`: the model's name or directory."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": list(lora.target_modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
