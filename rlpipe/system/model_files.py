@@ -103,6 +103,12 @@ def check_sizes(config: Any, where: str) -> None:
             )
 
 
+def text_model(config: Any) -> Any:
+    """Return the sizes of the text model in a config.json, which may also have a vision tower."""
+    text = config.get("text_config") if isinstance(config, dict) else None
+    return text if isinstance(text, dict) else config
+
+
 def check_weights(directory: Path, key: str) -> None:
     """Check that the weights are complete. Reads sizes and headers only.
 

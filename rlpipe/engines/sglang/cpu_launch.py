@@ -2,7 +2,7 @@
 
     python -m rlpipe.engines.sglang.cpu_launch ARGUMENTS
 
-The arguments are SGLang's own. This module fills seven gaps of SGLang's CPU support and halves the
+The arguments are SGLang's own. This module fills eight gaps of SGLang's CPU support and halves the
 start-up time:
 
 1. `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU platform. Without AMX it uses PyTorch layers.
@@ -15,7 +15,9 @@ start-up time:
 5. `/weights_checker` compares weights on a CUDA device. A hook compares them on the CPU.
 6. `--enable-return-routed-experts` registers its memory with CUDA. A hook skips that.
 7. Adapters (`--enable-lora`) page-lock a few numbers of each batch. A hook skips that.
-8. SGLang's processes are forked from the first one, which has imported everything. A spawned
+8. The processor of images of Qwen-VL imports models that need operators of `sgl_kernel`. Operators
+   of these names are defined, without a kernel.
+9. SGLang's processes are forked from the first one, which has imported everything. A spawned
    process repeats the imports, for 7 s. With CUDA a fork is not possible: a child cannot use CUDA
    if its parent has.
 
@@ -31,6 +33,7 @@ import multiprocessing
 import os
 import sys
 import types
+from typing import Any
 
 import psutil
 
@@ -46,6 +49,16 @@ _SPECULATIVE_ONLY = (
     "rotate_input_ids_cpu",
     "verify_tree_greedy_cpu",
 )
+
+
+_IMPORTED_OPERATORS = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+_libraries: list[Any] = []
+"""Operators exist as long as their library."""
 
 
 def _assign_req_to_token_pool_cpu(requests, req_to_token, starts, ends, locations, _row) -> None:
@@ -169,12 +182,24 @@ def _fork_single_threaded(original, arguments):
     return settings
 
 
+def _define_operators() -> None:
+    """Define operators that SGLang's modules read at import. A call of one raises."""
+    import torch
+
+    missing = [name for name in _IMPORTED_OPERATORS if not hasattr(torch.ops.sgl_kernel, name)]
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in missing:
+        library.define(f"{name}(Tensor x, Tensor y) -> Tensor")
+    _libraries.append(library)
+
+
 def hook() -> None:
     """Register the hooks of every process. They take effect when SGLang loads its plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from rlpipe.engines.sglang import cpu_attention
 
+    _define_operators()
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(
         f"{backend}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND

@@ -15,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from rlpipe.engines.sglang import image_inputs
 from rlpipe.system import orphan
 from rlpipe.system.imports import quick_imports
 
@@ -54,6 +55,7 @@ def load(prepare: Callable[[], None] | None) -> Callable[[list[str]], None]:
     with quick_imports():
         if prepare is not None:
             prepare()
+        image_inputs.hook()
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args

@@ -30,7 +30,7 @@ from rlpipe.engines.sglang import adapters
 from rlpipe.engines.sglang.process import LOOPBACK, ServerProcess, flags
 from rlpipe.errors import ConfigError
 from rlpipe.system import leftovers
-from rlpipe.system.model_files import check_sizes
+from rlpipe.system.model_files import check_sizes, text_model
 from rlpipe.system.rendezvous import gloo_settings
 
 _CPU_CACHE_BYTES = 1024**3
@@ -356,7 +356,7 @@ def _gpu_defaults(
 def _has_small_heads(model_path: Path) -> bool:
     """True if the head size is below `MIN_HEAD_DIM`. False if the directory does not give it."""
     try:
-        model = json.loads((model_path / "config.json").read_text())
+        model = text_model(json.loads((model_path / "config.json").read_text()))
         size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         return size < MIN_HEAD_DIM and not model.get("kv_lora_rank")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
@@ -397,7 +397,7 @@ def smallest_gpu_mib() -> int | None:
 def _cpu_defaults(model_path: Path) -> dict[str, object]:
     """Return the arguments of the CPU engine. Raises: ConfigError for an unusable config.json."""
     try:
-        model = json.loads((model_path / "config.json").read_text())
+        model = text_model(json.loads((model_path / "config.json").read_text()))
         check_sizes(model, f"{model_path}/config.json")
     except FileNotFoundError as error:
         raise ConfigError(

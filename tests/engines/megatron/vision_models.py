@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.batch.images import BatchImages
@@ -91,6 +94,19 @@ def make(family: str, directory: Path, *, tied: bool = False) -> str:
             parameter.normal_(float(is_norm), 0.12, generator=generator)
     model.save_pretrained(directory)
     return str(directory)
+
+
+def write_processor(directory: Path) -> None:
+    """Write a tokenizer and an image processor, which SGLang reads."""
+    names = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
+    names |= {93: "<|video_pad|>"}
+    words = {names.get(token, f"w{token}"): token for token in range(96)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+        additional_special_tokens=[*names.values()],
+    )
+    tokenizer.save_pretrained(directory)
+    Qwen2VLImageProcessorPil().save_pretrained(directory)
 
 
 def load(directory: str) -> Any:

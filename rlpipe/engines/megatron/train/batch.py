@@ -118,12 +118,11 @@ def pack(
         platform.to_device(torch.from_numpy(array), device)
         for array in (tokens[local], positions[local], local_of[rows[is_local]], targets[is_local])
     )
+    layout = packed_layout(padded, part.cp_size, part.cp_rank, device, local_positions, rotations)
     return MicroBatch(
         tokens=local_tokens[None],
         positions=local_positions[None],
-        layout=packed_layout(
-            padded, part.cp_size, part.cp_rank, device, local_positions, rotations
-        ),
+        layout=layout,
         rows=local_rows,
         targets=local_targets,
         response_index=responses[is_local],
