@@ -446,11 +446,8 @@ def _bare_chunk(
 
 def ddp_config(train: TrainConfig, extra: dict[str, Any]) -> DistributedDataParallelConfig:
     """Return Megatron's DDP configuration. `extra`: its fields from `train.megatron`."""
-    defaults = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": train.use_distributed_optimizer,
-    }
-    return DistributedDataParallelConfig(**{**defaults, **extra})
+    own = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": train.use_distributed_optimizer}
+    return DistributedDataParallelConfig(**{**own, **extra})
 
 
 def optimizer_config(

@@ -104,8 +104,7 @@ def pack(
     )
     responses = gather_index(batch.response_offsets, chosen)
     keep = batch.loss_mask[responses] > 0 if only_masked_in else np.ones(len(rows), bool)
-    rows = rows[keep]
-    responses = responses[keep]
+    rows, responses = rows[keep], responses[keep]
     if ends:
         rows = starts[: len(chosen)] + lengths[: len(chosen)] - 1
         responses = batch.response_offsets[chosen + 1] - 1
