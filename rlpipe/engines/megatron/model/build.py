@@ -446,8 +446,11 @@ def _bare_chunk(
 
 def ddp_config(train: TrainConfig, extra: dict[str, Any]) -> DistributedDataParallelConfig:
     """Return Megatron's DDP configuration. `extra`: its fields from `train.megatron`."""
-    own = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": train.use_distributed_optimizer}
-    return DistributedDataParallelConfig(**{**own, **extra})
+    defaults = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": train.use_distributed_optimizer,
+    }
+    return DistributedDataParallelConfig(**{**defaults, **extra})
 
 
 def optimizer_config(
@@ -476,7 +479,7 @@ def optimizer_config(
 
 
 def _scheduler(
-    optimizer: MegatronOptimizer, config: OptimizerConfig, total_optimizer_steps: int
+    optimizer: MegatronOptimizer, config: OptimizerConfig, num_steps: int
 ) -> OptimizerParamScheduler:
     # The configuration decides the schedule. A checkpoint restores only the number of steps.
     return OptimizerParamScheduler(
@@ -486,9 +489,7 @@ def _scheduler(
         min_lr=min(config.min_lr, config.lr),
         lr_warmup_steps=config.lr_warmup_steps,
         # Megatron requires more decay steps than warm-up steps.
-        lr_decay_steps=max(
-            config.lr_decay_steps or total_optimizer_steps, config.lr_warmup_steps + 1
-        ),
+        lr_decay_steps=max(config.lr_decay_steps or num_steps, config.lr_warmup_steps + 1),
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
