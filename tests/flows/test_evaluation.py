@@ -175,7 +175,7 @@ def command(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         monkeypatch.setattr(sys, "argv", ["tools.evaluate", "--home", str(home), *arguments])
         metrics = {"eval/held/pass@4": 0.5, "eval/held/accuracy": 0.25}
         summary = {"run": "old.eval-0", "evaluation": metrics}
-        monkeypatch.setattr(evaluate, "finish", lambda _: (0, summary))
+        monkeypatch.setattr(evaluate, "finish", lambda _, **_more: (0, summary))
         return evaluate.main()
 
     return run

@@ -52,7 +52,7 @@ def test_the_columns_of_a_batch_are_those_of_the_table():
         "loss_tokens",
         "row",
     }
-    assert fields - set(BATCH.schema.names) == {"offsets", "prompt_lengths", "part"}
+    assert fields - set(BATCH.schema.names) == {"offsets", "prompt_lengths", "part", "images"}
 
 
 def test_the_fields_of_a_sample_that_are_stored_have_their_names_in_the_table():

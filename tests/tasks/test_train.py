@@ -25,6 +25,7 @@ def answer(max_tokens: int) -> dict[str, Any]:
         "metrics": {"train/kl": 0.5},
         "tokens": 7,
         "machine": {},
+        "files": [],
     }
 
 
