@@ -93,6 +93,7 @@ class Generator:
             if self._client is not None:
                 await self._client.aclose()
                 self._client = None
+                await self._resources.close()
             self._load(spec)
         self._driver = driver
         return {

@@ -471,4 +471,20 @@ class EvaluationConfig(Config):
         return self
 
 
+def needs_environment(
+    data: DataConfig, reward: RewardConfig, evaluation: EvaluationConfig
+) -> str | None:
+    """Return the key with its type that needs `rollout.environment`; None if no key does."""
+    sections: list[tuple[str, PromptSource | None, RewardConfig | None]] = [
+        ("", data.prompts, reward),
+        *(("evaluation.datasets.", one.prompts, one.reward) for one in evaluation.datasets),
+    ]
+    for where, prompts, own_reward in sections:
+        if isinstance(prompts, SeedPrompts | VerifiersPrompts):
+            return f"{where or 'data.'}prompts.type: {prompts.type}"
+        if own_reward is not None and isinstance(own_reward.function, EnvironmentReward):
+            return f"{where}reward.function.type: environment"
+    return None
+
+
 ReasoningGymPrompts.model_rebuild()

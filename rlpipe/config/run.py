@@ -19,7 +19,7 @@ from rlpipe.config.algorithms import (
     supervised_conflict,
 )
 from rlpipe.config.base import Config, Name, Tuning
-from rlpipe.config.data import DataConfig, EnvironmentReward, EvaluationConfig, RewardConfig
+from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, needs_environment
 from rlpipe.config.model import (
     BranchModel,
     EngineConfig,
@@ -233,9 +233,9 @@ class RunConfig(Config):
                 f"stop_when.metric: no evaluation measures {self.stop_when.metric!r}; measured: "
                 f"{metrics or 'nothing'}"
             )
-        rewarded = isinstance(self.reward.function, EnvironmentReward)
-        if rewarded and self.rollout.environment is None:
-            raise ValueError("reward.function.type: environment needs rollout.environment")
+        needed = needs_environment(self.data, self.reward, self.evaluation)
+        if needed and not self.rollout.samples_by_user_function:
+            raise ValueError(f"{needed} needs rollout.environment, or a function that samples")
         if self.data.prompts is None and self.rollout.data_source_path is None:
             raise ValueError(
                 "data.prompts is needed, unless rollout.data_source_path gives prompts"

@@ -1,7 +1,7 @@
 """Build the generate function of a run.
 
-A run samples in one turn, in turns with tools, in an environment, with a user
-function, or takes given responses.
+A run samples in one turn, in turns with tools, in an environment, with a user function, or takes
+given responses.
 
 Entry points: `RolloutResources.load` once per run; then per rollout `open_generate_function`, or
 `open_rollout_function` where a user function replaces the whole rollout.
@@ -88,6 +88,11 @@ class RolloutResources:
     gateway_ports: GatewayPorts = field(default_factory=GatewayPorts)
     function_metadata: dict[str, Any] = field(default_factory=dict)
     """Values that a rollout function keeps in its data source."""
+
+    async def close(self) -> None:
+        """End what the environment has started. The resources are not used afterwards."""
+        if self.environment is not None:
+            await self.environment.close()
 
     @classmethod
     def load(

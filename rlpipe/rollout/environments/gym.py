@@ -36,7 +36,6 @@ import asyncio
 import inspect
 import math
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -101,14 +100,14 @@ class _Episode:
     """What one rollout has got from its environment."""
 
     reward: float = 0.0
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     ended: str | None = None
 
     def as_metadata(self) -> dict[str, Any]:
         return {
             "reward": self.reward,
-            "parts": dict(self.parts),
+            "parts": self.parts,
             "turns": self.turns,
             "ended": self.ended,
         }
@@ -193,9 +192,12 @@ class GymRollouts:
         answer = await self._call("step", environment.step, action)
         observation, reward, terminated, truncated, info = self._result("step", answer)
         episode.reward += self._number(reward, "the reward")
-        parts = info.get("reward_parts") if isinstance(info, dict) else None
-        for name, value in (parts or {}).items():
-            episode.parts[str(name)] += self._number(value, f"reward part {name!r}")  # pyright: ignore[reportArgumentType]
+        parts = (info.get("reward_parts") if isinstance(info, dict) else None) or {}
+        if not isinstance(parts, dict):
+            raise self._error("step", "reward_parts is not a dict", parts, "name → number")
+        for name, value in parts.items():
+            more = self._number(value, f"reward part {name!r}")
+            episode.parts[str(name)] = episode.parts.get(str(name), 0.0) + more
         episode.turns += 1
         if terminated:
             episode.ended = "terminated"

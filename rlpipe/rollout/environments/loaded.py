@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rlpipe.config.rollout import EnvironmentConfig, RolloutConfig, VerifiersEnvironment
+from rlpipe.config.rollout import (
+    EnvironmentConfig,
+    GymEnvironment,
+    RolloutConfig,
+    VerifiersEnvironment,
+)
 from rlpipe.config.run import RunConfig
 from rlpipe.data.verifiers_tasks import open_environment
 from rlpipe.rollout.agent.chat_sessions import ChatSessions
@@ -28,10 +33,13 @@ class Environment(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """End what the environment has started."""
+        ...
+
 
 class _Gym:
-    def __init__(self, config: EnvironmentConfig) -> None:
-        assert config.type == "gym"
+    def __init__(self, config: GymEnvironment) -> None:
         self._make = load_gym(config)
         self._path = config.path
 
@@ -47,6 +55,9 @@ class _Gym:
             rollout_seed=config.data.rollout_seed,
         )
         return GenerateHook(self._path, rollouts, of_group=False, takes_evaluation=False)
+
+    async def close(self) -> None:
+        """Do nothing: each rollout has closed its own environment."""
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:

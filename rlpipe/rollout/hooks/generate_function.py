@@ -255,8 +255,14 @@ class UserGenerate:
         if answer is None:
             where += ", which returned None"
         answer = rollout.sample if answer is None else own_sample(answer)
-        if isinstance(answer, Sample) and not answer.response_ids:
-            answer = self._of_session(answer) or answer
+        before = rollout.before
+        given_ids = [] if before is None else before.response_ids
+        # A function that left the tokens as they were may have used the session instead. That
+        # conversation began with its prompt, so it continues no tokens of an earlier iteration.
+        if isinstance(answer, Sample) and answer.response_ids == given_ids:
+            given_status = Status.PENDING if before is None else before.status
+            if of_session := self._of_session(answer, given_status):
+                answer, before = of_session, None
         was_cut_off = self.stop is not None and self.stop.is_set()
         is_unsampled = (
             isinstance(answer, Sample)
@@ -271,11 +277,11 @@ class UserGenerate:
             rollout.number,
             self.journal,
             self.limits,
-            before=rollout.before,
+            before=before,
             where=where,
         )
 
-    def _of_session(self, returned: Sample) -> list[Sample]:
+    def _of_session(self, returned: Sample, given_status: Status) -> list[Sample]:
         """Return the samples of a session, with the fields that the function set."""
         samples = self.sessions.samples(returned) if self.sessions is not None else []
         for sample in samples:
@@ -285,7 +291,7 @@ class UserGenerate:
             sample.remove_sample = returned.remove_sample
             sample.custom_rm_path = returned.custom_rm_path
             sample.non_generation_time = returned.non_generation_time or sample.non_generation_time
-            if returned.status is not Status.PENDING:
+            if returned.status is not given_status:
                 sample.status = returned.status
         return samples
 
@@ -313,6 +319,9 @@ def _open_rollouts(
         sample.rollout_id = number
         sample.session_id = session_id(group, number)
         if before is not None:
+            # The prompt of a conversation has been rendered; an agent that begins it again needs
+            # the row's own.
+            sample.prompt = group.prompt
             sample.weight_versions = []
             # Log-probs of the tokens so far would not fit the longer response.
             sample.teacher_log_probs = None

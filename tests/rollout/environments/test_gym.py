@@ -287,6 +287,7 @@ async def test_every_environment_is_closed(tmp_path: Path):
         ('f" wall {self.turns}"', "7", "int 7"),
         (", 0.5,", ", float('nan'),", "the reward is not a finite number"),
         ('"turns": 1}', '"turns": "x"}', "reward part 'turns' is not a finite number"),
+        ('"turns": 1}}', '"turns": 1}, "reward_parts": ["turns"]}', "reward_parts is not a dict"),
         ("self.turns = 0", "time.sleep(2)", "the environment took too long"),
     ],
 )
@@ -345,7 +346,17 @@ def test_an_environment_is_checked_when_it_is_loaded(
     ("changes", "message"),
     [
         ({"rollout": {"tools": [{"path": "rlpipe.rollout.tools.python"}]}}, "two sampling methods"),
-        ({"rollout": {"environment": None}}, "needs rollout.environment"),
+        (
+            {
+                "rollout": {"environment": None},
+                "data": {"prompts": {"type": "file", "paths": ["a.jsonl"]}},
+            },
+            "reward.function.type: environment needs rollout.environment",
+        ),
+        (
+            {"rollout": {"environment": None}, "reward": {"function": {"type": "random"}}},
+            "data.prompts.type: seeds needs rollout.environment",
+        ),
         ({"rollout": {"type": "dataset"}}, "samples nothing"),
     ],
 )

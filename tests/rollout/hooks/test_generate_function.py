@@ -242,6 +242,25 @@ async def test_an_unmodified_openai_client_becomes_token_exact_samples(tmp_path)
     )
 
 
+async def test_an_agent_whose_conversation_was_cut_off_begins_it_again(tmp_path):
+    path = str(tmp_path / "mine.py")
+    agent = AGENT.replace('"hi"', "sample.prompt")
+    async with _generate_function(
+        tmp_path, agent, _Engine(), custom_generate_function_path=path
+    ) as generate:
+        whole = await generate(GROUP)
+        begun = copy.deepcopy(whole[0])
+        begun.status, begun.reward = Status.ABORTED, None
+        begun.response_ids = begun.response_ids[:2]
+        begun.loss_mask, begun.rollout_log_probs = [1] * 2, [-0.5] * 2
+        begun.weight_versions = [(2, 0)]
+        again = await generate(GROUP, [begun, whole[1]])
+    assert again[1] is whole[1]
+    fields = ("prompt_ids", "response_ids", "loss_mask", "reward", "status")
+    for name in fields:
+        assert getattr(again[0], name) == getattr(whole[0], name), name
+
+
 async def test_a_plain_function_may_use_the_blocking_client_and_return_none(tmp_path):
     source = (
         AGENT.replace("async def", "def")
