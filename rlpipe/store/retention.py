@@ -207,10 +207,13 @@ def _users(files: Files, branches: Branches, branch: str) -> Iterator[tuple[str,
     if lease is not None and not lease.expired(SKEW_S):
         yield branch, f"driven by process {lease.holder.pid} on {lease.holder.host}"
     nodes = Nodes(files)
-    checkpoints = set[str]()
+    weights = set[str]()
     if (record := branches.find(branch)) is not None:
-        checkpoints = {node.digest for _, node in _checkpoints(files, branches, branch)}
-        checkpoints.add(checkpoint_digest(record.init))
+        weights = {node.digest for _, node in _checkpoints(files, branches, branch)}
+        weights.add(checkpoint_digest(record.init))
+        # Nodes of training have the adapters from which a run may have started.
+        commits = branches.walk(branch)
+        weights |= {one.nodes.get(Stage.TRAIN, "") for one in commits if one.branch == branch}
     for name in branches.names():
         record = branches.get(name)
         if name != branch:
@@ -219,7 +222,7 @@ def _users(files: Files, branches: Branches, branch: str) -> Iterator[tuple[str,
                 yield name, f"a fork of {record.parent}"
             if isinstance(debug, dict) and debug.get("load_debug_rollout_data") == branch:
                 yield name, "trains on its rollouts"
-            if checkpoints & set(nodes.get(Stage.INIT, record.init).parents.values()):
+            if weights & set(nodes.get(Stage.INIT, record.init).parents.values()):
                 yield name, "started from its weights"
 
 

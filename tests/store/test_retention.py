@@ -123,12 +123,16 @@ def test_a_run_in_use_is_not_removed(local_files: Files):
     Run(local_files, "fork").start(parent="run/00000000")
     warm = Nodes(local_files).commit(make_node(Stage.INIT, {"start_from": made[1].digest}))
     Branches(local_files).create("warm", {"debug": {"load_debug_rollout_data": "run"}}, warm.digest)
+    trained = Branches(local_files).read("run", 0).nodes[Stage.TRAIN]
+    adapted = Nodes(local_files).commit(make_node(Stage.INIT, {"adapter": trained}))
+    Branches(local_files).create("adapted", {}, adapted.digest)
     Epochs(local_files).acquire("run", lease_s=60)
     with pytest.raises(ConfigError) as caught:
         branch_removal(local_files, "run")
     for why in (
         "fork: a fork of run/00000000",
         "warm: started from its weights",
+        "adapted: started from its weights",
         "warm: trains on its",
         "run: driven by process",
     ):
