@@ -31,13 +31,13 @@ from rlpipe.actors.ray.calls import call
 from rlpipe.config.data import RewardConfig, RewardFunction
 from rlpipe.errors import ActorLost, DeadlineExceeded, ResourceError, RlpipeError
 from rlpipe.rewards.reward_rows import StartWorker
-from rlpipe.rewards.workers import Outcome, Pace, ProcessWorker
+from rlpipe.rewards.workers import START_TIMEOUT_S, Outcome, Pace, ProcessWorker
 from rlpipe.types import Sample
 
 ROOM_TIMEOUT_S = 120.0
 """Longest wait for a CPU on a node with the labels."""
 GRACE_S = 30.0
-"""Time for the answer of a host, beyond the deadlines of its calls and the start of a process."""
+"""Time for the answer of a host, beyond the deadlines of its calls and of a process's start."""
 MAX_LOST = 5
 """Hosts that one worker may lose in one call."""
 
@@ -105,24 +105,26 @@ class ClusterWorker:
 
     async def call(self, calls: Sequence[Sequence[Sample]], timeout_s: float) -> Sequence[Outcome]:
         """See `Worker`. Raises: ResourceError if no node with the labels has room."""
-        deadline_s = len(calls) * timeout_s + ROOM_TIMEOUT_S + GRACE_S
-        for _ in range(MAX_LOST):
+        deadline_s = len(calls) * timeout_s + START_TIMEOUT_S + GRACE_S
+        lost: list[ActorLost] = []
+        while len(lost) < MAX_LOST:
             try:
                 host = self._host = self._host or await self._take_host()
                 with self._pace:
                     return await call(
                         host.call.remote(calls, timeout_s), where="reward", deadline_s=deadline_s
                     )
-            except ActorLost:
+            except ActorLost as error:
                 self._host = None
+                lost.append(error)
                 if (watch := ray_watch.current()) is not None and watch.lost is not None:
                     raise
         raise ResourceError(
             "the nodes of the reward processes vanish",
             where="reward.worker_labels",
-            found=f"{MAX_LOST} lost during one call",
-            expected=f"nodes with {self._named()}that stay",
-        )
+            found=f"{MAX_LOST} lost during one call; the last: {lost[-1]}",
+            expected=f"nodes {self._named()}that stay, and have the folder {Path.cwd()}",
+        ) from lost[-1]
 
     async def stop(self) -> None:
         """End the process. The host stays for the next worker."""
@@ -135,7 +137,14 @@ class ClusterWorker:
     async def _take_host(self) -> ActorHandle:
         """Return a host for the function: one that is idle, or a new one."""
         idle = _idle[self._key()]
-        host = idle.pop() if idle else await self._start_host()
+        while idle:
+            host = idle.pop()
+            # All idle hosts of a node vanish with it.
+            with suppress(ActorLost):
+                return await self._given_function(host)
+        return await self._given_function(await self._start_host())
+
+    async def _given_function(self, host: ActorHandle) -> ActorHandle:
         use = host.use.remote(self._function, self._args)
         await call(use, where="reward", deadline_s=GRACE_S)
         return host

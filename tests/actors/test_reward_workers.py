@@ -134,7 +134,7 @@ async def test_processes_run_on_labelled_nodes_and_calls_survive_the_loss_of_one
 
 @pytest.mark.integration
 async def test_each_stage_has_the_function_as_it_is_then_and_hosts_stay(
-    cpu_nodes: CpuNodes, tmp_path: Path
+    cpu_nodes: CpuNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     cpu_nodes.add(num_cpus=1)
     reward = config(tmp_path, workers=1)
@@ -145,7 +145,10 @@ async def test_each_stage_has_the_function_as_it_is_then_and_hosts_stay(
     late = config(tmp_path, workers=1, sample_timeout_s=0.5)
     (found,) = await rewards(late, "slow")
     assert "0.5 s" in found
-    assert await rewards(reward, "c") == [1.0]
+    monkeypatch.setattr(reward_workers, "MAX_LOST", 1)
+    cpu_nodes.add(num_cpus=1)
+    cpu_nodes.kill_first()
+    assert await rewards(config(tmp_path, workers=1), "c") == [1.0], "the idle host has vanished"
 
 
 @pytest.mark.integration
