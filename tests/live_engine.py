@@ -80,11 +80,13 @@ def log_probs(
     )
 
 
-def make_server(model_dir: Path, log_path: Path, lora: LoraConfig | None = None) -> Server:
-    """A server that is not started."""
+def make_server(
+    model_dir: Path, log_path: Path, lora: LoraConfig | None = None, **sglang: object
+) -> Server:
+    """A server that is not started. `sglang`: its arguments."""
     return Server(
         model_dir,
-        EngineConfig(),
+        EngineConfig(sglang=sglang),
         ResourcesConfig(),
         dtype="float32",
         port=None,

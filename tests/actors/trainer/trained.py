@@ -33,8 +33,8 @@ from rlpipe.store.parquet.rows import samples_to_table
 from rlpipe.store.parquet.shards import data_folder, write_table
 from rlpipe.store.segments import Segments, current_state
 from rlpipe.types import Commit, DataState, Node, Sample, Stage, Status
-from tests.engines.megatron.conftest import SIZES
 from tests.engines.megatron.ranks import make_batch
+from tests.engines.megatron.sizes import SIZES
 
 SAMPLES = 8
 

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
+from tests.engines.megatron.sizes import SIZES
 
 DEEP: dict[str, Any] = {"num_hidden_layers": 4}
 """Layers for two chunks on each of two pipeline stages."""

@@ -14,16 +14,9 @@ import torch
 from transformers import CONFIG_MAPPING as CONFIGS
 from transformers import AutoModelForCausalLM
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+from tests.engines.megatron.sizes import SIZES
+
+_BASE: dict[str, Any] = {**SIZES, "tie_word_embeddings": False}
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 _SIGMOID = {
     **_EXPERTS,

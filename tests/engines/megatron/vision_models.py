@@ -19,18 +19,13 @@ from rlpipe.batch.images import BatchImages
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from tests.engines.megatron.ranks import engine
+from tests.engines.megatron.sizes import SIZES
 
 IMAGE = 90
 START = 91
 END = 92
 _TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    **SIZES,
     "bos_token_id": None,
     "eos_token_id": None,
     "rope_parameters": {

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang.image_inputs import decoded, image_data
-from rlpipe.engines.sglang.server import Server
 from tests.engines.megatron import vision_models
 from tests.engines.megatron.vision_models import IMAGE, START
-from tests.live_engine import START_S
+from tests.live_engine import START_S, make_server
 
 SIZES = [[(4, 6), (8, 4)]]
 UNSAMPLED = [IMAGE, START, 93]
@@ -42,16 +40,7 @@ def test_a_server_reads_images_like_transformers(family, tmp_path):
     assert images is not None
     prompt = batch.tokens[: batch.prompt_lengths[0]].tolist()
     pixels = np.concatenate([images.pixels[digest] for digest in images.digests])
-    server = Server(
-        directory,
-        EngineConfig(sglang={"context_length": 256}),
-        ResourcesConfig(),
-        dtype="float32",
-        port=None,
-        log_path=tmp_path / "log",
-        seed=0,
-        device="cpu",
-    )
+    server = make_server(directory, tmp_path / "log", context_length=256)
     try:
         server.start()
         server.wait_ready(START_S)

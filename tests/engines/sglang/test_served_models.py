@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.engines.sglang import served_models
 from rlpipe.engines.sglang.served_models import CPU_PROBLEMS, check_served
 from rlpipe.engines.sglang.server import Server
 from rlpipe.errors import ConfigError, EngineError
-from tests.live_engine import START_S
+from tests.live_engine import START_S, make_server
 from tools.slime_counts.stand_ins import write_model
 
 TOKENS = [5, 6, 7, 8, 9, 10, 20, 21, 22, 9, 8]
@@ -48,16 +47,7 @@ def test_other_types_are_served_everywhere(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("kind", CPU_PROBLEMS)
 def test_sglang_fails_or_is_wrong_with_these_types_on_cpus(kind: str, tmp_path: Path):
     write_model(kind, tmp_path / "model")
-    server = Server(
-        tmp_path / "model",
-        EngineConfig(sglang={"context_length": 512}),
-        ResourcesConfig(),
-        dtype="float32",
-        port=None,
-        log_path=tmp_path / "log",
-        seed=0,
-        device="cpu",
-    )
+    server = make_server(tmp_path / "model", tmp_path / "log", context_length=512)
     try:
         with suppress(EngineError, httpx.HTTPError):  # at the start, or at the first request
             server.start()
