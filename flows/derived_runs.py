@@ -177,6 +177,7 @@ def evaluation_config(
         source = Path(recipe)
     else:
         source = write_recipe(home, str(run), upgraded(RunConfig, get_run(home, str(run)).config))
+        _refuse_reward_model(load_run(source, EVALUATION_SETTINGS, run))
     title = name or f"{default_name(source)}.eval"
     fixed = [*overrides, *EVALUATION_SETTINGS]
     if run is not None:
@@ -200,6 +201,17 @@ def evaluation_config(
             "[{name: NAME, prompts: {type: file, paths: [FILE.jsonl], label_key: answer}}]'",
         )
     return config
+
+
+def _refuse_reward_model(config: RunConfig) -> None:
+    if config.train.loss.type == "reward_model":
+        raise ConfigError(
+            "a reward model generates no text that could be evaluated",
+            where=f"run {config.run}",
+            found="train.loss.type: reward_model",
+            do="compare its rewards of held-out pairs with transformers, after `rlpipe convert "
+            "dist2hf`: rlpipe/algorithms/README.md, Preferences",
+        )
 
 
 def saved_weights(

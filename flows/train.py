@@ -168,16 +168,18 @@ async def drive(
 def _done_before(config: RunConfig, home: Path, first: int) -> str:
     """Return what a run that starts with iteration `first` finds, as text."""
     done = f"{first} of {config.num_rollout} iterations are done"
+    if first >= config.num_rollout:
+        done = f"{first} iterations are done, and {config.num_rollout} are wanted"
     fork = config.fork_from
     if fork is not None and fork.iteration == first - 1:
         stored = Branches(Files(config.store.root or home / "store")).config(fork.branch)
         parent = validate_stored(stored).model_dump(mode="json")
         changed = changed_settings(parent, config.model_dump(mode="json"))
         settings = "".join(f"; {key}: {change}" for key, change in changed.items())
-        return f"a fork of {fork.branch}@{fork.iteration}, where {done}{settings}"
-    if first < config.num_rollout:
+        done = f"a fork of {fork.branch}@{fork.iteration}, where {done}{settings}"
+    elif first < config.num_rollout:
         return f"continues; {done}"
-    return f"all {done}; a larger num_rollout continues"
+    return done if first < config.num_rollout else f"{done}; a larger num_rollout trains more"
 
 
 async def run_iterations(

@@ -164,13 +164,18 @@ def take_changes(ctx: RunContext) -> None:
 
 
 def changed_functions(ctx: RunContext, commit: Commit) -> list[str]:
-    """Return the paths of user functions whose source differs from that of an iteration."""
+    """Return the paths of the run's user functions whose source an iteration had otherwise.
+
+    A fork may use others than that iteration.
+    """
+    own = ctx.config.model_dump_json()
     nodes = [ctx.nodes.get(stage, digest) for stage, digest in commit.nodes.items()]
     recorded = {path: sha256 for node in nodes for path, sha256 in node.hooks.items()}
     changed = []
     for path, sha256 in sorted(recorded.items()):
         with suppress(ConfigError):  # a file that this start may not need any more
-            changed += [path] if hook_digest(path) != sha256 else []
+            is_own = json.dumps(path, ensure_ascii=False) in own
+            changed += [path] if is_own and hook_digest(path) != sha256 else []
     return changed
 
 

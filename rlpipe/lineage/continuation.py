@@ -50,12 +50,9 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
         newest = branches.newest(config.run)
         if newest is None:
             removal = f"rlpipe gc --remove {config.run} --delete"
-            another = f"or remove it, as it has no iteration yet: {removal}"
+            another = f"or remove it, as it has no iteration yet: {removal}; "
         else:
-            finished = newest.iteration + 1 >= config.num_rollout
-            longer = f" num_rollout={2 * config.num_rollout}" if finished else ""
-            fork = f"--fork {config.run}@{newest.iteration}"
-            another = f"or continue it as another run: {fork} --run NEW{longer}"
+            another = _advised_fork(config, newest.iteration, found)
         raise ConfigError(
             "a run of this name exists with another configuration",
             where=f"run={config.run}",
@@ -63,8 +60,17 @@ def check_same_run(branches: Branches, config: RunConfig) -> None:
                 f"{key}: was {old!r}, now {new!r}" for key, (old, new) in sorted(found.items())
             ),
             expected="the same values of keys that decide results",
-            do=f"undo these changes to continue the run; {another}; or start a new run: --run NEW",
+            do=f"undo these changes to continue the run; {another}or start a new run: --run NEW",
         )
+
+
+def _advised_fork(config: RunConfig, newest: int, keys: Iterable[str]) -> str:
+    """Return the words that advise a fork; "" if the changed keys may mean another model."""
+    if any(key == "seed" or key.startswith("model.") for key in keys):
+        return ""
+    done = newest + 1
+    longer = f" num_rollout={2 * done}" if done >= config.num_rollout else ""
+    return f"or continue it as another run: --fork {config.run}@{newest} --run NEW{longer}; "
 
 
 def changes_before_first_commit(branches: Branches, config: RunConfig) -> dict[str, str]:

@@ -153,6 +153,27 @@ def test_wrong_input_is_refused_at_once(home: Path, asked: dict[str, Any], probl
         evaluation_config(home, **asked)
 
 
+def test_a_reward_model_is_not_evaluated_and_no_held_out_set_is_advised(home: Path):
+    scores = {
+        **{key: RUN[key] for key in ("num_rollout", "model")},
+        "run": "scores",
+        "data": {
+            "prompts": {**RUN["data"]["prompts"], "label_key": "label", "rejected_key": "rejected"}
+        },
+        "rollout": {"type": "dataset", "rollout_batch_size": 4, "n_samples_per_prompt": 1},
+        "reward": {"function": {"type": "none"}},
+        "advantage": {"advantage_estimator": "none"},
+        "train": {"loss": {"type": "reward_model"}},
+    }
+    (home / "scores").mkdir()
+    record = {"store": str(home / "store"), "config": validate(scores).model_dump(mode="json")}
+    (home / "scores" / "run.json").write_text(json.dumps(record))
+    for overrides in ((), (f"evaluation.datasets={json.dumps([HELD])}",)):
+        with pytest.raises(ConfigError, match="a reward model generates no text") as caught:
+            evaluation_config(home, run="scores", overrides=overrides)
+        assert "dist2hf" in str(caught.value.do)
+
+
 def test_the_advice_without_held_out_sets_can_be_followed(home: Path):
     none = "evaluation.datasets=[]"
     with pytest.raises(ConfigError) as caught:

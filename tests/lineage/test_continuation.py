@@ -142,9 +142,9 @@ def test_the_reward_of_noted_samples_does_not_change(branches: Branches, tmp_pat
 
 
 def test_the_error_names_the_fork_command(branches: Branches):
-    def says() -> str:
+    def says(**changes: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            check_same_run(branches, config(train={"optimizer": {"lr": 1e-3}}))
+            check_same_run(branches, config(train={"optimizer": {"lr": 1e-3}}, **changes))
         return str(caught.value.do)
 
     assert (
@@ -153,7 +153,9 @@ def test_the_error_names_the_fork_command(branches: Branches):
     )
     for k in range(2):
         commit_iteration(branches, k)
-    assert "--fork run@1 --run NEW" in says()
+    assert "--fork run@1 --run NEW; or start" in says()
+    assert "--fork run@1 --run NEW num_rollout=4; or start" in says(num_rollout=1)
+    assert "--fork" not in says(seed=1)
 
 
 def test_a_changed_seed_is_refused(branches: Branches):

@@ -206,9 +206,13 @@ def test_a_user_function_that_was_edited_since_the_last_iteration_is_named(tmp_p
     inputs = Inputs(Stage.REWARD, {}, {}, {path: hook_digest(path), "gone.py:score": "0"})
     node = ctx.nodes.commit(inputs.node())
     commit = cast("Commit", SimpleNamespace(nodes={Stage.REWARD: node.digest}))
+    ctx.config = config(reward={"function": {"type": "python", "path": path}})
     assert changed_functions(ctx, commit) == []
     reward.write_text("def score(sample):\n    return 2.0\n")
     assert changed_functions(ctx, commit) == [path]
+    # A fork of the iteration scores with another function.
+    ctx.config = config()
+    assert changed_functions(ctx, commit) == []
 
 
 async def test_dropped_and_cut_rows_are_listed_in_terminal_artifact_and_file(
