@@ -31,6 +31,7 @@ from rlpipe.engines.megatron.results import TrainResult
 from rlpipe.engines.sglang.admin import Engine
 from rlpipe.sync.probe import compare
 from rlpipe.sync.session import Session, run_session
+from rlpipe.types import FileRecord
 from tools.bench.shapes import SHAPES
 from tools.bench.simulated_server import LOG_PROB
 
@@ -213,6 +214,10 @@ class SimulatedRank(TrainerRank):
         """Let all engines score the probed samples at once, as on GPUs."""
         assert self._probe is not None, "probe first"
         return compare(self._probe, engines, timeout_s, at_once=True)
+
+    def _write_adapters(self, key: str) -> list[FileRecord]:
+        """Write nothing: there are no weights, so no adapters either."""
+        return []
 
     def _create_engine(
         self, spec: TrainerSpec, master: Address, critic_exchange: Address | None
