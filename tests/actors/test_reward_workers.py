@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from rlpipe.actors import reward_workers
+from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.reward_workers import process_workers
 from rlpipe.config.data import RewardConfig
 from rlpipe.errors import ResourceError
@@ -106,9 +107,15 @@ def cpu_nodes(local_ray: str, ray_home: Path) -> Iterator[CpuNodes]:
     """Nodes with the label in a cluster whose first node has another one."""
     nodes = CpuNodes(ray_home)
     yield nodes
-    while nodes.running:
-        nodes.kill_first()
+    kill_actors([host for hosts in reward_workers._idle.values() for host in hosts])
     reward_workers._idle.clear()
+    for node in nodes.running:
+        node.end()
+    end_s = time.monotonic() + 120
+    while sum(node["Alive"] for node in ray.nodes()) > 1:
+        # Ray still places actors on a node that was killed, until it misses the node's heartbeats
+        assert time.monotonic() < end_s, ray.nodes()
+        time.sleep(0.1)
 
 
 @pytest.mark.integration

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +32,7 @@ from rlpipe.sync.transports.tensor import TensorTransport
 from tests.actors.engines.fake_engines import FakeEngine
 from tests.actors.engines.through_files import Push, weights
 from tests.live_engine import START_S, log_probs, make_model
+from tests.soak.spot.nodes import RayNode
 
 pytestmark = pytest.mark.integration
 
@@ -46,17 +43,6 @@ SPANS = {
     "start_timeout_s": START_S,
 }
 SPEC: Any = SimpleNamespace(name="a spec")
-JOIN = """
-import sys, time
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-resources = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
-parameters = RayParams(
-    gcs_address=sys.argv[1], temp_dir=sys.argv[2], node_ip_address="127.0.0.1", **resources
-)
-Node(parameters, head=False, shutdown_at_exit=True, spawn_reaper=True)
-time.sleep(3600)
-"""
 NODES = 2
 
 
@@ -178,7 +164,7 @@ async def test_weights_are_fetched_to_each_node(engine: SupervisedEngine):
 
 
 @pytest.fixture
-def spread(local_ray: str) -> Iterator[NamedActors]:
+def spread(local_ray: str, ray_home: Path) -> Iterator[NamedActors]:
     """Bundles on two nodes: one CPU on the existing Ray node, one on a node that joins for this
     test."""
     resources = ResourcesConfig.model_validate(SPANS)
@@ -186,30 +172,15 @@ def spread(local_ray: str) -> Iterator[NamedActors]:
     actors.reserve(engines=0)  # a rank's bundle, so that no engine gets it
     filled = placement_group([{"CPU": ray.cluster_resources()["CPU"] - 2}])
     assert filled.wait(60)
-    with another_node():
-        try:
-            actors.reserve(engines=1)
-            yield actors
-        finally:
-            kill_actors(actors.all_actors())
-            actors.placement.remove()
-            remove_placement_group(filled)
-
-
-@contextmanager
-def another_node() -> Iterator[None]:
-    """Add a node with one CPU to this Ray, on the loopback interface.
-
-    `ray start` cannot join a Ray on the loopback interface.
-    """
-    with tempfile.TemporaryDirectory(prefix="rlpipe-node-") as folder:
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        node = subprocess.Popen([sys.executable, "-c", JOIN, address(), folder], **quiet)
-        try:
-            yield
-        finally:
-            node.terminate()
-            node.wait(60)
+    node = RayNode(ray_home, {}, 1, address())
+    try:
+        actors.reserve(engines=1)
+        yield actors
+    finally:
+        kill_actors(actors.all_actors())
+        actors.placement.remove()
+        remove_placement_group(filled)
+        node.end()
 
 
 def _setup(model_dir: Path) -> TransportSetup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,9 @@ def test_batches_have_values_and_returns_of_gae_and_the_critic_only_flag(
 
 
 @pytest.fixture(scope="module")
-def separate(home: Path) -> Path:
-    """Home with the same run and a critic rank, named `separate`, in the same store."""
+def separate(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy of the home with the same run and a critic rank, named `separate`, in the same store."""
+    home = Path(shutil.copytree(home, tmp_path_factory.mktemp("separate") / "home"))
     marker = home / "slow"
     hook = home / "slow.py"
     hook.write_text(SLOW.format(marker=marker))

@@ -63,7 +63,7 @@ class RayNode:
         assert self.address, f"the node did not start; see {home / 'nodes.log'}"
 
     def kill(self) -> None:
-        """Kill all processes of the node at once."""
+        """Kill all processes of the node at once. Ray knows of it 10 to 20 s later."""
         node = psutil.Process(self.process.pid)
         processes = [*node.children(recursive=True), node]
         for process in processes:
@@ -72,7 +72,15 @@ class RayNode:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(processes, timeout=30)
-        self.process.wait()
+        self._close()
+
+    def end(self) -> None:
+        """Let the node leave the cluster, and end it."""
+        self.process.terminate()
+        self._close()
+
+    def _close(self) -> None:
+        self.process.wait(60)
         self._log.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
