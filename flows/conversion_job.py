@@ -116,23 +116,36 @@ def _temporary_folder(home: Path) -> Iterator[Path]:
 
 
 def conversion_job(
-    source: Path, destination: Path, origin: Path | None, settings: dict[str, Any]
+    source: Path,
+    destination: Path,
+    origin: Path | None,
+    settings: dict[str, Any],
+    *,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Return the settings of a conversion between Hugging Face and torch_dist.
 
-    A source with config.json is a Hugging Face directory. Raises: ConfigError without a source.
+    A source with config.json is a Hugging Face directory. `adapter`: the adapters alone of another
+    source, which may be a file of adapters. Raises: ConfigError without a source.
     """
     if (source / "config.json").is_file():
+        if adapter:
+            raise ConfigError(
+                "a Hugging Face directory has no adapters to write",
+                where="adapter",
+                found=str(source),
+                expected="the checkpoint of a run with train.lora, or `of`",
+            )
         return {
             "to": "torch_dist",
             "hf_dir": str(source.absolute()),
             "save": str(destination.absolute()),
             **settings,
         }
-    if not source.is_dir():
+    if not (source.is_dir() or (adapter and source.is_file())):
         raise ConfigError("the source directory does not exist", where="source", found=str(source))
     job = {
-        "to": "huggingface",
+        "to": "peft" if adapter else "huggingface",
         "checkpoint": str(source.absolute()),
         "output": str(destination.absolute()),
         **settings,

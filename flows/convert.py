@@ -45,6 +45,7 @@ async def convert(
     origin_hf_dir: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_gb: float = 5.0,
+    adapter: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
     """Convert `source`, or the checkpoint `of` a run, into `destination`; return a report.
@@ -65,21 +66,28 @@ async def convert(
             Example: `bfloat16`
         max_shard_gb: Optional. Size of a file in GiB; the conversion needs about that much memory.
             Example: `5`
+        adapter: Optional, by default off. Write the adapters of `train.lora` alone, for PEFT; with
+            `of`, after any iteration. Example: on, for `smollm2_lora@5`
         force: Optional, by default off. Replace the destination. Example: on, to convert again.
     """
     if (source is None) == (of is None):
         raise ConfigError("one source is needed", where="convert", expected="either source or of")
     settings: dict[str, Any] = {"dtype": dtype, "force": force}
-    settings["shard_bytes"] = int(max_shard_gb * 1024**3)
+    if not adapter:
+        settings["shard_bytes"] = int(max_shard_gb * 1024**3)
     with ExitStack() as stack:
         folder = Path(source or "")
         origin = Path(origin_hf_dir) if origin_hf_dir else None
         if of is not None:
-            stored = await asyncio.to_thread(stack.enter_context, stored_checkpoint(home(), of))
+            opened = stored_checkpoint(home(), of, adapters=adapter)
+            stored = await asyncio.to_thread(stack.enter_context, opened)
             folder = stored.folder
             origin = origin or stored.model_dir
             settings["known_as"] = stored.node
-        report = await conversion(conversion_job(folder, Path(destination), origin, settings))
+            if stored.base is not None:
+                settings["base"] = str(stored.base)
+        job = conversion_job(folder, Path(destination), origin, settings, adapter=adapter)
+        report = await conversion(job)
     await acreate_table_artifact(
         [report | {"notes": "; ".join(report["notes"])}], key="conversion", description=destination
     )

@@ -109,6 +109,8 @@ def test_the_source_decides_the_direction_of_the_conversion(tmp_path):
         "save": str(tmp_path / "out"),
         "dtype": None,
     }
+    with pytest.raises(ConfigError, match="no adapters to write"):
+        conversion_job(tmp_path, tmp_path / "out", None, settings, adapter=True)
     with pytest.raises(ConfigError, match="does not exist"):
         conversion_job(tmp_path / "absent", tmp_path / "out", None, settings)
 

@@ -54,7 +54,9 @@ from rlpipe.engines.megatron.checkpoint.conversion.hf_files import CARRIED, pack
 from rlpipe.engines.megatron.checkpoint.conversion.meta_model import arguments
 from rlpipe.engines.megatron.checkpoint.disk_space import DiskSpace, require_disk_space
 from rlpipe.engines.megatron.checkpoint.state import (
+    SHARDING_TYPE,
     adam_states,
+    check_optimizer_kind,
     group_settings,
     in_same_chain,
     inner_optimizers,
@@ -242,6 +244,7 @@ def _load(
     first = adapters.are_missing(trained, stored_lora, folder, weights_only=weights_only)
     if not weights_only:
         adapters.check_frozen(trained, stored_metadata, folder)
+        check_optimizer_kind(trained, stored_metadata, folder)
     inner_critic = critic if stored_metadata.pop(CRITIC, False) else None
     metadata = {**_metadata(trained), **stored_metadata}
     restores_random_state = restores_random_state and not weights_only
@@ -374,7 +377,7 @@ def _metadata(trained: TrainedModel) -> dict[str, Any]:
     }
     if trained.chunks[0].ddp_config.use_distributed_optimizer:
         metadata |= {
-            "distrib_optim_sharding_type": "fully_reshardable",
+            SHARDING_TYPE: "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
     return metadata

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import xxhash
 
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.model.build import TrainedModel
+from rlpipe.errors import TrainerError
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import (
@@ -29,8 +31,29 @@ if platform.CUDA_FOUND:
 else:
     kernels: Any = None
 
+SHARDING_TYPE = "distrib_optim_sharding_type"
+"""Key of the content metadata of Megatron's distributed optimizer."""
 # Two odd multipliers, as signed 64-bit integers: one for each half of the hash.
 _ODD_MULTIPLIERS = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
+
+
+def check_optimizer_kind(
+    trained: TrainedModel, content_metadata: dict[str, Any], folder: Path
+) -> None:
+    """Raises: TrainerError if one of the two is of Megatron's distributed optimizer alone.
+
+    The two optimizers store tensors of other names and shapes.
+    """
+    stored = SHARDING_TYPE in content_metadata
+    own = trained.chunks[0].ddp_config.use_distributed_optimizer
+    if content_metadata and stored != own:
+        raise TrainerError(
+            "the checkpoint has the state of another kind of optimizer",
+            where=str(folder),
+            found=f"train.use_distributed_optimizer={str(stored).lower()}",
+            expected=f"train.use_distributed_optimizer={str(own).lower()}, as configured",
+            do="keep the key, or start a run with the weights alone (warm_start, model.start_from)",
+        )
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:

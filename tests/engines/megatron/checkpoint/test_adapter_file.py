@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load, load_file
 
+from flows.conversion_job import conversion_job, run_conversion
 from rlpipe.engines.megatron.checkpoint.conversion.peft import to_peft
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.lora_jobs import load_file as load_adapters
@@ -63,3 +64,29 @@ def test_a_file_of_other_adapters_is_refused(models, tmp_path: Path):
     assert "other adapters than the policy" in refused["error"]
     assert "alpha 8" in refused["error"]
     assert "alpha 16" in refused["error"]
+
+
+@pytest.mark.integration
+async def test_the_conversion_of_a_file_or_a_checkpoint_in_a_process_of_its_own(
+    models, tmp_path: Path
+):
+    model = models["qwen3"]
+    saved = save_adapters(0, 1, free_port(), model, TRAIN, str(tmp_path / "saved"))
+    path = tmp_path / "adapters.safetensors"
+    path.write_bytes(saved["file"])
+
+    async def report_progress(_: dict[str, Any]) -> None: ...
+
+    sources = {
+        "of file": (path, Path(model), {"base": model}),
+        "of checkpoint": (tmp_path / "saved", None, {}),
+    }
+    for name, (source, origin, settings) in sources.items():
+        job = conversion_job(source, tmp_path / name, origin, settings, adapter=True)
+        report = await run_conversion(job, report_progress)
+        assert report["tensors"] == len(load(saved["file"]))
+    written, expected = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in sources
+    )
+    assert written.keys() == expected.keys()
+    assert all(written[name].equal(expected[name]) for name in expected)

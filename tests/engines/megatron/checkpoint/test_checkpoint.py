@@ -107,6 +107,34 @@ def test_experts_change_their_layout_and_back(models, two_ranks, tmp_path, distr
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_state_of_the_other_optimizer_is_refused_and_its_weights_load(
+    models, tmp_path, distributed
+):
+    ours = engine(
+        models["qwen3"],
+        TrainConfig(use_distributed_optimizer=not distributed),
+        0,
+        1,
+        free_port(),
+    )
+    ours.load_hf()
+    weights = ours.weights_digest()
+    ours.save_checkpoint(tmp_path, 0)
+    ours.close()
+    train = TrainConfig(use_distributed_optimizer=distributed)
+    other = engine(models["qwen3"], train, 0, 1, free_port())
+    stored = f"use_distributed_optimizer={str(not distributed).lower()}"
+    with pytest.raises(
+        TrainerError, match=f"(?s)another kind of optimizer.*found: +train.{stored}"
+    ):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, weights_only=True)
+    assert other.weights_digest() == weights
+    other.close()
+
+
+@pytest.mark.integration
 def test_weight_version_zero_can_be_saved_and_loaded(models, tmp_path):
     ours = engine(models["qwen3"], TrainConfig(), 0, 1, free_port())
     ours.load_hf()

@@ -2,10 +2,10 @@
 
     python -m rlpipe.engines.megatron.checkpoint.conversion [--rlpipe-parent PID] JOB
 
-JOB is JSON: `to` ("torch_dist", "huggingface" or "adam_state") and the arguments of
-`convert.to_torch_dist`, `convert.to_hf` or `convert.to_adam_state`. The process writes lines of
-JSON to standard output: `{"done": …, "total": …, "what": …}` as progress, and at the end
-`{"report": …}` or `{"error": …}`.
+JOB is JSON: `to` ("torch_dist", "huggingface", "adam_state" or "peft") and the arguments of
+`convert.to_torch_dist`, `convert.to_hf`, `convert.to_adam_state` or `peft.to_peft`. The process
+writes lines of JSON to standard output: `{"done": …, "total": …, "what": …}` as progress (`to_peft`
+has none), and at the end `{"report": …}` or `{"error": …}`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlpipe.errors import RlpipeError
 from rlpipe.system import orphan
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-PATHS = ("hf_dir", "save", "checkpoint", "output", "origin")
+PATHS = ("hf_dir", "save", "checkpoint", "output", "origin", "base")
 
 
 def main() -> int:
@@ -34,19 +35,21 @@ def main() -> int:
         to_hf,
         to_torch_dist,
     )
+    from rlpipe.engines.megatron.checkpoint.conversion.peft import to_peft
 
     job: dict[str, Any] = json.loads(words[0])
+    progress = {
+        "progress": lambda done, total, what: _print_message(done=done, total=total, what=what)
+    }
     convert = {
-        "torch_dist": to_torch_dist,
-        "huggingface": to_hf,
-        "adam_state": to_adam_state,
+        "torch_dist": partial(to_torch_dist, **progress),
+        "huggingface": partial(to_hf, **progress),
+        "adam_state": partial(to_adam_state, **progress),
+        "peft": to_peft,
     }[job.pop("to")]
     job = {name: Path(value) if name in PATHS and value else value for name, value in job.items()}
     try:
-        report = convert(
-            **job,
-            progress=lambda done, total, what: _print_message(done=done, total=total, what=what),
-        )
+        report = convert(**job)
     except RlpipeError as error:
         _print_message(error={"type": type(error).__name__, "text": str(error)})
         return 1
