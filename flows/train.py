@@ -155,6 +155,7 @@ async def drive(
                 await keep_last(config.run)
                 await observer.samples_page()
                 summary = await observer.report()
+                await observer.say_reward_errors()
             completed = True
         finally:
             await close_context(

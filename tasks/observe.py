@@ -28,7 +28,13 @@ from rlpipe.lineage.sample_sets import write_run_samples
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.observe.overview import overview
 from rlpipe.observe.pages import SAMPLES_PAGE
-from rlpipe.observe.run_history import ACCURACY, MEAN_REWARD, PAIR_ACCURACY, RunHistory
+from rlpipe.observe.run_history import (
+    ACCURACY,
+    MEAN_REWARD,
+    PAIR_ACCURACY,
+    PAIR_MARGIN,
+    RunHistory,
+)
 from rlpipe.observe.run_report import write_report
 from rlpipe.observe.sinks import Sinks
 from rlpipe.observe.summary import summarise, write_summary
@@ -71,7 +77,8 @@ class Observer:
         self._reader = HistoryReader(ctx.files, ctx.config, ctx.directory)
         self._accuracy: dict[str, float] = {}
         self._machines_shown = False
-        self._explained = False
+        # A run that continues explained its values at its first start.
+        self._explained = first > 0
         self._without_signal = 0
         self._curve = UpdatedArtifact()
         self._overview = UpdatedArtifact()
@@ -129,7 +136,7 @@ class Observer:
             await self.report()
 
     def _explain(self, values: Mapping[str, Any]) -> None:
-        """Print an explanation of Δlogp, once per process."""
+        """Print an explanation of Δlogp, at the first start of a run."""
         if not self._explained and LOGPROB_DIFFERENCE in values:
             self._ctx.progress.explain(f"{self._ctx.config.run}: {LOGPROB_LEGEND}")
             self._explained = True
@@ -266,6 +273,13 @@ class Observer:
                 f"{type(error).__name__}: {error}"
             )
 
+    async def say_reward_errors(self) -> None:
+        """Print how many samples had errors of the reward function, if any had."""
+        history = await asyncio.to_thread(self._reader.read)
+        if errors := history.reward_errors():
+            run = self._ctx.config.run
+            self._ctx.progress.say(f"{run}: {errors}; all of them: rlpipe rollouts {run}")
+
     async def report(self) -> dict[str, Any]:
         """Write summary.json, report.html, report.png and the tables; return the summary."""
         summary, page = await asyncio.to_thread(self._write)
@@ -327,7 +341,7 @@ def terminal_values(
     return {label: value for label, value in values.items() if value is not None}
 
 
-def _loss(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | None]:
+def _loss(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | str | None]:
     """Return the loss, or the entropy if the loss is 0 by construction; of pairs also the accuracy.
 
     Advantages that are relative to the group add up to 0. With the ratio near 1, so does the policy
@@ -335,9 +349,13 @@ def _loss(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | 
     """
     if config.train.loss.type == "policy" and config.advantage.compares_within_group:
         return {"entropy": metrics.get("train/entropy")}
-    loss = {"loss": metrics.get("train/loss")}
+    loss: dict[str, float | str | None] = {"loss": metrics.get("train/loss")}
     if config.train.loss.compares_pairs:
-        return {"accuracy": metrics.get(PAIR_ACCURACY), **loss}
+        accuracy: float | str | None = metrics.get(PAIR_ACCURACY)
+        # As in TRL a tie counts as wrong. Before the first step, policy and reference are equal.
+        if accuracy == 0 and metrics.get(PAIR_MARGIN) == 0:
+            accuracy = "0 (ties)"
+        return {"accuracy": accuracy, **loss}
     return loss
 
 

@@ -71,7 +71,7 @@ async def reward(run: str, k: int, rollout: NodeRef) -> State:
         if path := ctx.config.reward.custom_reward_post_process_path:
             rewards = await asyncio.to_thread(post_process, path, args, samples, rewards)
         return {
-            "outputs": reward_outputs(rewards, ctx.config.evaluation.datasets),
+            "outputs": reward_outputs(rewards, samples, ctx.config.evaluation.datasets),
             "files": [write_rewards(ctx.files, inputs.digest, rewards)],
         }
 

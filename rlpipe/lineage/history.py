@@ -17,7 +17,7 @@ from rlpipe.batch.files import read_samples
 from rlpipe.config.data import EvalDataset
 from rlpipe.config.load import dump, validate_stored
 from rlpipe.config.run import RunConfig
-from rlpipe.lineage.continuation import changed_settings
+from rlpipe.lineage.continuation import changed_settings, differing
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.observe.pages import FLOW_RUN_TITLE, SAMPLES_PAGE, SAMPLES_TITLE
 from rlpipe.observe.run_history import (
@@ -89,6 +89,7 @@ class HistoryReader:
             packages=self._newest.packages if self._newest else {},
             has_reference=config.advantage.reference,
             links=_links(self._directory, timing),
+            reward_changes=self._reward_changes(),
             description=self._origin(),
             status=self._status(done),
         )
@@ -155,13 +156,33 @@ class HistoryReader:
         return int(parent.rpartition("/")[2]) + 1 if parent else 0
 
     def _record(self, commit: Commit) -> IterationRecord:
-        outputs = {
-            stage: self._nodes.get(stage, digest).outputs for stage, digest in commit.nodes.items()
-        }
+        nodes = {stage: self._nodes.get(stage, digest) for stage, digest in commit.nodes.items()}
+        outputs = {stage: node.outputs for stage, node in nodes.items()}
         seconds = {
             str(stage): outputs[stage]["seconds"] for stage in TIMED_STAGES if stage in outputs
         }
-        return IterationRecord(commit.iteration, iteration_metrics(outputs), seconds)
+        rewards = outputs.get(Stage.REWARD, {})
+        return IterationRecord(
+            commit.iteration,
+            iteration_metrics(outputs),
+            seconds,
+            reward_errors=rewards.get("errors", 0),
+            failed=rewards.get("failed", {}),
+            reward=_reward(nodes.get(Stage.REWARD)),
+        )
+
+    def _reward_changes(self) -> dict[int, str]:
+        """Return the iterations with another reward than before; a fork follows its parent."""
+        first = self._first_iteration()
+        parent = self._branches.before(self._config.run, first) if first else None
+        digest = parent.nodes.get(Stage.REWARD) if parent else None
+        before = _reward(self._nodes.find(Stage.REWARD, digest)) if digest else {}
+        changes: dict[int, str] = {}
+        for record in self._records:
+            if before and record.reward and (words := _reward_change(before, record.reward)):
+                changes[record.iteration] = words
+            before = record.reward or before
+        return changes
 
     def _weights_of(self) -> WeightsOf:
         """Return (weight version, train node) → segment of the states that segments replace."""
@@ -228,6 +249,23 @@ class HistoryReader:
         groups = [group_id for group_id in before if group_id in after]
         shown = groups[: self._config.observe.samples_in_report]
         return [_change(before[group_id], after[group_id]) for group_id in shown]
+
+
+def _reward(node: Node | None) -> dict[str, dict[str, Any]]:
+    """Return `IterationRecord.reward` of a reward node; {} for None."""
+    return {} if node is None else {"settings": node.config, "sources": node.hooks}
+
+
+def _reward_change(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> str:
+    """Return the differences of two rewards in words; "" without any."""
+    settings = differing(before["settings"], after["settings"], "reward")
+    changes = [f"{key}: {old} → {new}" for key, (old, new) in settings.items()]
+    changes += [
+        f"{path} has another source"
+        for path, digest in after["sources"].items()
+        if before["sources"].get(path, digest) != digest
+    ]
+    return "; ".join(changes)
 
 
 def iteration_metrics(outputs: Mapping[Stage, dict[str, Any]]) -> dict[str, float]:

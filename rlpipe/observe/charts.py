@@ -41,6 +41,8 @@ _WIDE_LEFT = 64
 _RIGHT = 14
 _TOP = 12
 _BOTTOM = 26
+_CHANGE_WIDTH = 76
+"""Pixels of the label of a change."""
 _MARK_WIDTH = 52
 """Pixels between the labels of the x axis, at least."""
 
@@ -81,12 +83,14 @@ def line_chart(
     floor: float | None = None,
     dots: bool = False,
     smooth: bool = False,
+    changes: Mapping[int, str] | None = None,
 ) -> str:
     """Return an SVG of named series over iterations; "" without a finite value.
 
     `percent` labels y as a percentage of 1. `floor` is a value that the y axis includes. `dots`
     marks and labels every point, up to `MARKED_POINTS`. `smooth` draws the points faint and their
-    moving average bold. Few points always have dots.
+    moving average bold. Few points always have dots. `changes`: first iteration of another reward
+    → what changed. A dashed line marks each one, and the curves are interrupted there.
     """
     if all_zero(series):
         return ALL_ZERO
@@ -99,11 +103,13 @@ def line_chart(
     frame = _frame(all_points, ticks, width, height, percent=percent, logarithmic=logarithmic)
     parts = [_axes(frame)]
     for index, (name, points) in enumerate(drawn.items()):
-        parts.append(_curve(points, frame, index % len(COLOURS), smooth=smooth))
+        for part in _between(points, changes or {}):
+            parts.append(_curve(part, frame, index % len(COLOURS), smooth=smooth))
         if len(points) <= (MARKED_POINTS if dots else FEW_POINTS):
             parts += [_dot(name, point, frame, index % len(COLOURS), percent) for point in points]
     if len(drawn) == 1 and len(all_points) > FEW_POINTS and not dots:
         parts.append(_readings(all_points, frame, percent))
+    parts.append(_changes(changes or {}, frame))
     label = escape(", ".join(drawn))
     wide = ' class="wide"' if width > 800 else ""
     return _svg(width, height, "".join(parts), f'role="img" aria-label="{label}"{wide}')
@@ -134,11 +140,19 @@ def shares(parts: Mapping[str, float], *, width: int = 720, height: int = 26) ->
     return _svg(width, height, "".join(bars), attributes)
 
 
-def stacked_chart(parts: Mapping[str, Series], *, width: int = 800, height: int = 250) -> str:
+def stacked_chart(
+    parts: Mapping[str, Series],
+    *,
+    width: int = 800,
+    height: int = 250,
+    last: int | None = None,
+    changes: Mapping[int, str] | None = None,
+) -> str:
     """Return an SVG of shares that add up to 1, one column an iteration; "" without a value.
 
     The parts have the same iterations. Consecutive iterations share a column, as their mean, if
-    there are more than `DRAWN_POINTS`. The first part is at the bottom.
+    there are more than `DRAWN_POINTS`. The first part is at the bottom. `last`: end of the x axis,
+    if it is after the last value. `changes`: as in `line_chart`.
     """
     names = list(parts)
     table = np.array([[y for _, y in series] for series in parts.values()])
@@ -150,7 +164,7 @@ def stacked_chart(parts: Mapping[str, Series], *, width: int = 800, height: int 
         width,
         height,
         _WIDE_LEFT,
-        (xs[0] - 0.5, xs[-1] + 0.5),
+        (xs[0] - 0.5, max(xs[-1], last or 0) + 0.5),
         ticks,
         tick_labels(ticks, True),
         False,
@@ -173,7 +187,7 @@ def stacked_chart(parts: Mapping[str, Series], *, width: int = 800, height: int 
         if path
     )
     label = escape(", ".join(names))
-    content = "".join([*areas, _axes(frame), *readings])
+    content = "".join([*areas, _axes(frame), *readings, _changes(changes or {}, frame)])
     return _svg(width, height, content, f'role="img" aria-label="{label}" class="wide"')
 
 
@@ -388,6 +402,32 @@ def _curve(points: Sequence[Point], frame: _Frame, colour: int, *, smooth: bool)
         parts.append(f'<path class="line faint s{colour}" d="{_path(line)}"/>')
     line = [frame.pixels(*point) for point in (moving_average(points) if averaged else points)]
     return "".join([*parts, f'<path class="line s{colour}" d="{_path(line)}"/>'])
+
+
+def _between(points: Sequence[Point], changes: Mapping[int, str]) -> list[list[Point]]:
+    """Divide the points at these iterations, without empty parts."""
+    bounds = [-math.inf, *sorted(changes), math.inf]
+    parts = [[point for point in points if low <= point[0] < up] for low, up in pairwise(bounds)]
+    return [part for part in parts if part]
+
+
+def _changes(changes: Mapping[int, str], frame: _Frame) -> str:
+    """Return a labelled dashed line before each of these iterations."""
+    parts = []
+    first, last = frame.xs
+    for iteration, text in changes.items():
+        if not first <= iteration <= last:
+            continue
+        x, _ = frame.pixels(max(iteration - 0.5, first), frame.ticks[0])
+        title = f"<title>iteration {iteration:,}: {escape(text)}</title>"
+        parts.append(
+            f'<line class="change" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" '
+            f'y2="{frame.height - _BOTTOM}">{title}</line>'
+        )
+        right = x < frame.width - _RIGHT - _CHANGE_WIDTH
+        anchor = "start" if right else "end"
+        parts.append(_tick_label(x + (4 if right else -4), _TOP + 11, anchor, "new reward"))
+    return "".join(parts)
 
 
 def _band(points: Sequence[Point], frame: _Frame) -> list[Point]:

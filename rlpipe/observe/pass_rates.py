@@ -7,7 +7,8 @@
 | `0_25`, `25_50`, `50_75`, `75_100` | parts of `between`, by pass rate in percent |
 
 A part includes its lower limit, except 0. `0`, the parts and `100` add up to 1. The prompts are
-those of the scored groups. Entry points: `pass_rate_metrics`, `training_threshold`.
+those of the scored groups. Full reward is 1 if all rewards are between 0 and 1. Entry points:
+`pass_rate_metrics`, `training_threshold`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def pass_rate_metrics(
     """Return the metrics of the module's table; {} if a sample has no known full reward.
 
     `group_ids`, `rewards`: of each sample; a reward None was not scored and does not count.
-    `threshold`: least reward of a correct sample. None: rewards of 0 and 1 alone, {} for others.
+    `threshold`: least reward of a correct sample. None: 1, and {} if a reward is below 0 or above
+    1, or if some sample has a part of the reward and none has 1.
 
     Returns {} too if no prompt has two scored samples.
     """
@@ -45,7 +47,9 @@ def pass_rate_metrics(
         if reward is not None
     ]
     if threshold is None:
-        if any(reward not in (0, 1) for _, reward in scored):
+        rewards_ = [reward for _, reward in scored]
+        partial = any(0 < reward < 1 for reward in rewards_)
+        if any(not 0 <= reward <= 1 for reward in rewards_) or (partial and 1 not in rewards_):
             return {}
         threshold = 1.0
     passes: dict[str, list[bool]] = {}

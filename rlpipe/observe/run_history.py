@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,14 @@ of the loss."""
 
 PAIR_ACCURACY = "train/rewards/accuracies"
 """Metric of preference pairs: share with the higher reward for the chosen response."""
+PAIR_MARGIN = "train/rewards/margins"
+"""Metric of preference pairs: reward of the chosen response less that of the rejected, mean."""
 ACCURACY = "accuracy"
 PASS_RATE = "pass rate"
 MEAN_REWARD = "mean reward"
 """Measures of a held-out set."""
+NAMED_PROMPTS = 3
+"""Prompts that a sentence about errors names."""
 SHARES = (ACCURACY, PASS_RATE)
 """Measures that are shown in percent."""
 
@@ -32,6 +37,12 @@ class IterationRecord:
     iteration: int
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    reward_errors: int = 0
+    """Samples whose reward function failed."""
+    failed: dict[str, Any] = field(default_factory=dict)
+    """Of these samples: `prompts` (text → number), and `last_error`."""
+    reward: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`settings` of the reward, and the `sources` of its user functions: path → sha256."""
 
 
 @dataclass(slots=True)
@@ -94,6 +105,8 @@ class RunHistory:
     """Title → address of other pages of the run, relative to the report's folder or absolute."""
     packages: dict[str, str] = field(default_factory=dict)
     """Package → version."""
+    reward_changes: dict[int, str] = field(default_factory=dict)
+    """First iteration with another reward than the iteration before it → what changed."""
     description: str = ""
     """One sentence under the title of the report."""
     status: str = "finished"
@@ -145,6 +158,26 @@ class RunHistory:
         The values are from the first metric of `LOGPROB_DIFFERENCE` that was recorded.
         """
         return next((series for name in LOGPROB_DIFFERENCE if (series := self.series(name))), [])
+
+    def reward_errors(self) -> str:
+        """Return a sentence about all samples whose reward function failed; "" without any."""
+        failed = [record for record in self.iterations if record.reward_errors]
+        if not failed:
+            return ""
+        errors = sum(record.reward_errors for record in failed)
+        prompts: Counter[str] = Counter()
+        for record in failed:
+            prompts.update(record.failed.get("prompts", {}))
+        named = ", ".join(f"{text} ({n})" for text, n in prompts.most_common(NAMED_PROMPTS))
+        more = len(prompts) - NAMED_PROMPTS
+        rest = f" and {more} more" if more > 0 else ""
+        last = failed[-1].failed.get("last_error")
+        return (
+            f"{errors:,} samples had reward errors, in {len(failed):,} of "
+            f"{len(self.iterations):,} iterations"
+            + (f"; prompts: {named}{rest}" if named else "")
+            + (f"; last error: {last}" if last else "")
+        )
 
     @property
     def stages(self) -> list[str]:

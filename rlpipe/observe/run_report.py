@@ -8,17 +8,15 @@ and the configuration. A section without data is omitted. Entry points: `write_r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlpipe.observe.charts import FEW_POINTS, line_chart, number, shares, stacked_chart
+from rlpipe.observe.charts import line_chart, number, shares
 from rlpipe.observe.pages import html_page, navigation, write_whole
-from rlpipe.observe.pass_rates import PARTS
-from rlpipe.observe.pass_rates import PASS_RATE as PASS_RATES
+from rlpipe.observe.run_curves import keys, machines, points, training
 from rlpipe.observe.run_history import (
-    PAIR_ACCURACY,
     PASS_RATE,
     REWARD,
     SHARES,
@@ -29,46 +27,6 @@ from rlpipe.observe.run_history import (
 )
 from rlpipe.observe.summary import stage_table
 from rlpipe.observe.terminal import duration
-
-KL = "train/kl_loss"
-LOSS = "train/loss"
-LENGTHS = {
-    "median": "rollout/response_len/p50",
-    "90%": "rollout/response_len/p90",
-    "99%": "rollout/response_len/p99",
-    "longest": "rollout/response_len/max",
-}
-"""Name of a curve → metric. 99% of the responses are at most as long as the curve `99%`."""
-LENGTH_MEAN = "rollout/response_len/mean"
-WORK = {"optimizer steps": "train", "scoring": "scoring", "sampling": "rollout"}
-"""Name of a curve → work in the names of `perf/` metrics."""
-GIB = 2**30
-REWARD_ERRORS = "rollout/reward_error_ratio"
-ROUNDING = 1e-5
-"""Losses below come from rounding in float32."""
-CURVES = (
-    (PAIR_ACCURACY, "Pairs in order", "share of pairs with the higher reward for the chosen one"),
-    ("train/rewards/margins", "Margin of pairs", "reward of the chosen less the rejected, mean"),
-    ("rollout/truncated_ratio", "Truncated", "share of responses that hit the length limit"),
-    (
-        "rollout/zero_std_fraction",
-        "Groups without a signal",
-        "share of groups with equal rewards: they train nothing",
-    ),
-    (
-        "rollout/repetition_ratio",
-        "Repetition",
-        "share of a response's 4-grams of tokens that occurred before, mean",
-    ),
-    (REWARD_ERRORS, "Failed rewards", "share of samples whose reward function failed"),
-    ("train/entropy", "Entropy", "of the policy, mean per token"),
-    ("train/grad_norm", "Gradient norm", "before clipping"),
-    (KL, "KL to the reference", "estimate, mean per token"),
-    ("train/clipfrac", "Clipped", "share of tokens whose ratio was clipped"),
-    ("perf/rollout_tokens_per_s", "Sampling speed", "response tokens per second"),
-    (LOSS, "Loss", "of the last optimizer step"),
-)
-"""Small charts: metric, title, unit. Charts without data are omitted."""
 
 SHOWN_ELSEWHERE = ("iterations", "accuracy_before", "accuracy_after", "held_out_measure")
 """Totals that another part of the first screen shows."""
@@ -93,9 +51,9 @@ def render(history: RunHistory) -> str:
         _header,
         _hero,
         _totals,
-        _training,
+        training,
         _stages,
-        _machines,
+        machines,
         _agreement,
         _samples,
         _setup,
@@ -132,18 +90,14 @@ def _hero(history: RunHistory) -> str:
     )
     meaning = f"{explained} on {scores[-1].n:,} held-out responses ({escape(dataset)}), {period}"
     curves = {
-        name: _points(history.scores(name))
+        name: points(history.scores(name))
         for name in history.datasets
         if history.measure(name) == measure
     }
     chart = line_chart(curves, percent=measure in SHARES, floor=0.0, dots=True)
-    keys = "" if len(curves) < 2 else " " + _keys(curves)
-    caption = f"held-out {measure} over iterations{keys}"
+    named = "" if len(curves) < 2 else " " + keys(curves)
+    caption = f"held-out {measure} over iterations{named}"
     return _hero_card(_change(scores, measure), meaning, chart, caption)
-
-
-def _points(scores: Sequence[Score]) -> list[tuple[int, float]]:
-    return [(score.iteration, score.value) for score in scores]
 
 
 def _change(scores: Sequence[Score], measure: str) -> str:
@@ -184,12 +138,17 @@ def _reward_hero(history: RunHistory) -> str:
         return ""
     first = rewards[0][1]
     last = rewards[-1][1]
-    chart = line_chart({"reward": rewards}, smooth=True)
+    chart = line_chart({"reward": rewards}, smooth=True, changes=history.reward_changes)
+    if history.reward_changes:
+        newest = max(history.reward_changes)
+        rewards = [point for point in rewards if point[0] >= newest]
+        first = rewards[0][1] if rewards else first
     if len(rewards) == 1:
         big = f'<div class="big"><span class="to">{number(last)}</span></div>'
-        return _hero_card(big, "mean reward of the only iteration", chart, "reward over iterations")
+        return _hero_card(big, "mean reward of one iteration", chart, "reward over iterations")
     big = _from_to(number(first), number(last), last - first)
-    meaning = "mean reward of the first and the last iteration"
+    since = " with the newest reward" if history.reward_changes else ""
+    meaning = f"mean reward of the first and the last iteration{since}"
     return _hero_card(big, meaning, chart, "reward over iterations")
 
 
@@ -231,155 +190,6 @@ def _total_label(name: str) -> str:
     name = name.replace("_s_per_", "_per_") if name.endswith("_s_per_iteration") else name
     name = f"{name[:-6]}_per_second" if name.endswith("_per_s") else name.removesuffix("_s")
     return name.replace("_", " ")
-
-
-def _training(history: RunHistory) -> str:
-    cards = [_other_set(history, name) for name in _other_sets(history)]
-    cards += _lines(history, "Response length", "tokens", LENGTHS) or _lines(
-        history, "Response length", "tokens", {"mean": LENGTH_MEAN}
-    )
-    if history.evaluations and (rewards := history.series(REWARD)):
-        chart = line_chart({"reward": rewards}, width=320, height=190, smooth=True)
-        cards.append(_curve("Reward", "mean of the sampled responses", chart))
-    for metric, title, unit in CURVES:
-        if metric == KL and not history.has_reference:
-            continue
-        series = history.series(metric)
-        if metric == REWARD_ERRORS and not any(share for _, share in series):
-            continue
-        if metric == LOSS and series and max(abs(loss) for _, loss in series) < ROUNDING:
-            unit += ": 0 but for rounding, because the advantages of a group add up to 0"
-        # The loss has both signs; the axes of the other curves include 0.
-        floor = None if metric == LOSS else 0.0
-        chart = line_chart({title: series}, width=320, height=190, floor=floor, smooth=True)
-        if chart:
-            cards.append(_curve(title, unit, chart))
-    pass_rates = _pass_rates(history)
-    if not cards and not pass_rates:
-        return ""
-    legend = ""
-    if len(history.iterations) > FEW_POINTS:
-        legend = "<p>Faint: every iteration. Bold: the moving average over a twentieth of the run."
-        legend += "</p>"
-    grid = f'<div class="grid2">{"".join(cards)}</div>' if cards else ""
-    return f"<h2>Training</h2>{legend}{pass_rates}{grid}"
-
-
-def _pass_rates(history: RunHistory) -> str:
-    """Return the distribution of the pass rate by prompt over training."""
-    parts = {name: history.series(f"{PASS_RATES}/{part}") for part, name in PARTS.items()}
-    chart = stacked_chart(parts)
-    # Rewards of another scale can be 0 or 1 in some iteration.
-    if not chart or 2 * len(parts[PARTS["0"]]) < len(history.series(REWARD)):
-        return ""
-    keys = "".join(
-        f'<span><span class="key q{index}"></span>{escape(name)}</span>'
-        for index, name in enumerate(parts)
-    )
-    return (
-        f'<figure class="card above"><h3>Pass rate by prompt</h3>{chart}'
-        f"<figcaption>share of prompts by the share of their samples that are correct"
-        f'<div class="keys">{keys}</div></figcaption></figure>'
-    )
-
-
-def _lines(
-    history: RunHistory,
-    title: str,
-    unit: str,
-    metrics: Mapping[str, str],
-    *,
-    percent: bool = False,
-    scale: float = 1.0,
-) -> list[str]:
-    """Return a card with the curves of these metrics; [] if the run has none of them."""
-    series = {name: history.series(metric) for name, metric in metrics.items()}
-    scaled = {
-        name: [(x, y * scale) for x, y in points] for name, points in series.items() if points
-    }
-    chart = line_chart(scaled, width=320, height=190, percent=percent, floor=0.0, smooth=True)
-    if not chart:
-        return []
-    return [_curve(title, unit, chart, scaled if len(scaled) > 1 else ())]
-
-
-def _machines(history: RunHistory) -> str:
-    """Return speed and memory of GPUs, and the requests of the engines."""
-
-    def of_work(metric: str) -> dict[str, str]:
-        return {name: f"perf/{work}_{metric}" for name, work in WORK.items()}
-
-    cards = [
-        *(
-            _lines(history, "MFU", "share of the GPU's peak", of_work("mfu"), percent=True)
-            or _lines(history, "Model FLOPs", "TFLOP/s of a device", of_work("tflops"))
-        ),
-        *_lines(
-            history,
-            "GPU use",
-            "share of the time in which a kernel runs, mean",
-            of_work("gpu_utilization"),
-            percent=True,
-        ),
-        *_lines(
-            history,
-            "GPU memory",
-            "GiB in use on the fullest GPU",
-            of_work("gpu_used_bytes"),
-            scale=1 / GIB,
-        ),
-        *_lines(
-            history,
-            "Prefix cache",
-            "share of the prompt tokens that the engines had computed before",
-            {"hits": "engine/prefix_cache_hit_rate"},
-            percent=True,
-        ),
-        *_lines(
-            history,
-            "KV cache",
-            "share in use, mean over engines and readings of a rollout",
-            {"in use": "engine/kv_cache_usage"},
-            percent=True,
-        ),
-        *_lines(
-            history,
-            "Requests of an engine",
-            "mean over engines and readings of a rollout",
-            {"running": "engine/running_requests", "queued": "engine/queued_requests"},
-        ),
-        *_lines(
-            history,
-            "Speculative decoding",
-            "tokens of a forward pass, mean",
-            {"accepted": "engine/spec_accept_length"},
-        ),
-    ]
-    return f'<h2>Engines and GPUs</h2><div class="grid2">{"".join(cards)}</div>' if cards else ""
-
-
-def _other_sets(history: RunHistory) -> list[str]:
-    """Return the held-out sets with another measure than the first set."""
-    datasets = history.datasets
-    return [name for name in datasets if history.measure(name) != history.measure(datasets[0])]
-
-
-def _other_set(history: RunHistory, name: str) -> str:
-    measure = history.measure(name)
-    curve = {name: _points(history.scores(name))}
-    chart = line_chart(
-        curve, width=320, height=190, percent=measure in SHARES, floor=0.0, dots=True
-    )
-    return _curve(f"Held-out: {name}", measure, chart)
-
-
-def _curve(title: str, unit: str, chart: str, names: Iterable[str] = ()) -> str:
-    """Return a card. `names`: of the curves, if there are several."""
-    keys = f'<div class="keys">{_keys(names)}</div>' if names else ""
-    return (
-        f'<figure class="card"><h3>{escape(title)}</h3>{chart}'
-        f"<figcaption>{escape(unit)}{keys}</figcaption></figure>"
-    )
 
 
 def _stages(history: RunHistory) -> str:
@@ -465,10 +275,3 @@ def _setup(history: RunHistory) -> str:
         if text
     )
     return f"<h2>How it was made</h2>{details}" if details else ""
-
-
-def _keys(names: Iterable[str]) -> str:
-    return " ".join(
-        f'<span><span class="key b{index}"></span>{escape(name)}</span>'
-        for index, name in enumerate(names)
-    )

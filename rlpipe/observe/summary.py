@@ -19,8 +19,9 @@ def summarise(history: RunHistory) -> dict[str, Any]:
     """Return the results as a JSON-able object. NaN and infinity become null.
 
     Keys: run, status, iterations, accuracy {dataset: measure, before, after, best, n, curve},
-    reward {first, last, best}, seconds_per_iteration (median), seconds_per_stage {stage: total,
-    median, share}, train_rollout_logprob_abs_diff {mean, max}, packages, and those of `totals`.
+    reward {first, last, best}, reward_errors (samples), seconds_per_iteration (median),
+    seconds_per_stage {stage: total, median, share}, train_rollout_logprob_abs_diff {mean, max},
+    packages, and those of `totals`.
     `measure` is `accuracy` only if all rewards are 0 or 1 and some are 1 (`RunHistory.measure`).
     """
     figures = {
@@ -29,6 +30,7 @@ def summarise(history: RunHistory) -> dict[str, Any]:
         "iterations": len(history.iterations),
         "accuracy": {dataset: _accuracy(history, dataset) for dataset in history.datasets},
         "reward": _first_last_best(history.series(REWARD)),
+        "reward_errors": sum(record.reward_errors for record in history.iterations),
         "seconds_per_iteration": history.iteration_seconds,
         "seconds_per_stage": stage_table(history),
         "train_rollout_logprob_abs_diff": _mean_and_max(history.logprob_difference()),

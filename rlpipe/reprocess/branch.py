@@ -236,11 +236,10 @@ class Reprocessor:
     ) -> Node:
         async def judge() -> dict[str, Any]:
             groups = await asyncio.to_thread(finished_groups, self._files, rollout)
-            rows = await self._score(
-                [sample for group in groups.values() for sample in group], progress
-            )
+            samples = [sample for group in groups.values() for sample in group]
+            rows = await self._score(samples, progress)
             return {
-                "outputs": reward_outputs(rows, self._config.evaluation.datasets),
+                "outputs": reward_outputs(rows, samples, self._config.evaluation.datasets),
                 "files": [write_rewards(self._files, judging.digest, rows)],
             }
 
@@ -304,7 +303,7 @@ class Reprocessor:
             if path := self._config.reward.custom_reward_post_process_path:
                 rows = await asyncio.to_thread(post_process, path, self._args, samples, rows)
             return {
-                "outputs": reward_outputs(rows, self._config.evaluation.datasets),
+                "outputs": reward_outputs(rows, samples, self._config.evaluation.datasets),
                 "files": [write_rewards(self._files, inputs.digest, rows)],
             }
 

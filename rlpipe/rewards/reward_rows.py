@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from argparse import Namespace
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ MAX_ASYNC_CALLS = 64
 
 EXCERPT_CHARS = 150
 """Characters at the beginning and at the end of a text that an error shows."""
+
+FAILED_PROMPTS = 20
+"""Prompts with errors of the reward function that a reward node names."""
 
 _ADVICE = (
     "correct the reward function, or before the first iteration is committed the keys of `reward`, "
@@ -122,14 +126,20 @@ async def score(
     return rows
 
 
-def reward_outputs(rows: Sequence[RewardRow], datasets: Sequence[EvalDataset]) -> dict[str, Any]:
+def reward_outputs(
+    rows: Sequence[RewardRow], samples: Sequence[Sample], datasets: Sequence[EvalDataset]
+) -> dict[str, Any]:
     """Return the outputs of a reward node: numbers of scored rows and errors, mean reward, metrics.
 
-    The mean is absent if no row was scored. `datasets`: held-out sets, as `training_threshold`.
+    The mean is absent if no row was scored. With errors, `failed` has the prompts with most of
+    them and the last error. `samples`: those of the rows. `datasets`: held-out sets, as
+    `training_threshold`.
     """
     rewards = [row.reward for row in rows if row.reward is not None]
     errors = sum(row.error is not None for row in rows)
     outputs: dict[str, Any] = {"scored": len(rewards), "errors": errors}
+    if errors:
+        outputs["failed"] = _failed(rows, samples)
     outputs["metrics"] = {
         "rollout/reward_error_ratio": errors / max(1, len(rows)),
         **pass_rate_metrics(
@@ -139,6 +149,17 @@ def reward_outputs(rows: Sequence[RewardRow], datasets: Sequence[EvalDataset]) -
         ),
     }
     return {**outputs, "mean": statistics.fmean(rewards)} if rewards else outputs
+
+
+def _failed(rows: Sequence[RewardRow], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return prompt → number of errors for the most frequent ones, and the last error."""
+    prompts = {sample.group_id: sample.prompt for sample in samples}
+    failed = [row for row in rows if row.error is not None]
+    counts = Counter(_excerpt(prompts.get(row.group_id)) for row in failed)
+    return {
+        "prompts": dict(counts.most_common(FAILED_PROMPTS)),
+        "last_error": one_line(str(failed[-1].error)),
+    }
 
 
 def waits_for(config: RewardConfig) -> str:

@@ -60,13 +60,21 @@ class Written:
     def node(self, stage: Stage, outputs: dict[str, Any] | None = None, **inputs: Any) -> str:
         return self.nodes.commit(Inputs(stage, {}, inputs).node(outputs=outputs or {})).digest
 
-    def iterate(self, k: int, **outputs: dict[str, Any]) -> None:
-        """Commit iteration k. `outputs`: of stages, by name."""
+    def iterate(
+        self, k: int, function: dict[str, dict[str, Any]] | None = None, **outputs: dict[str, Any]
+    ) -> None:
+        """Commit iteration k. `outputs`: of stages, by name. `function`: config and hooks."""
         stages = (Stage.ROLLOUT, Stage.REWARD, Stage.ADVANTAGE, Stage.TRAIN, Stage.SYNC)
         outputs_of = {stage: {"seconds": 0.5, **outputs.get(stage, {})} for stage in stages}
         made = {
             stage: self.node(stage, outputs_of[stage], run=self.config.run, k=k) for stage in stages
         }
+        used = function or {"config": self.config.reward.identity()}
+        parents = {"rollout": made[Stage.ROLLOUT]}
+        node = Inputs(Stage.REWARD, parents, used["config"], used.get("hooks", {})).node(
+            outputs=outputs_of[Stage.REWARD]
+        )
+        made[Stage.REWARD] = self.nodes.commit(node).digest
         self.weights.append(made[Stage.TRAIN])
         parent = commit_name(self.config.run, k - 1) if len(self.weights) > 2 else self.parent
         packages = {"torch": f"2.{k}"}
@@ -252,6 +260,55 @@ def test_the_history_of_a_fork_has_only_its_own_iterations(tmp_path: Path):
     fork.evaluate(0.5)
     assert [record.iteration for record in reader.read().iterations] == [2]
     assert reader.read().evaluations == [Evaluation(3, "held", 0.5, 1)]
+
+
+def test_another_reward_is_a_change_of_its_first_iteration(tmp_path: Path):
+    run = Written(tmp_path, num_rollout=5)
+    function = {"config": {"function": {"type": "python"}}, "hooks": {"reward.py:score": "1"}}
+    run.iterate(0)
+    run.iterate(1)
+    reader = run.reader()
+    assert reader.read().reward_changes == {}
+    run.iterate(2, function)
+    run.iterate(3, {**function, "hooks": {"reward.py:score": "2"}})
+    run.iterate(4, {**function, "hooks": {"reward.py:score": "2"}})
+    changes = {
+        2: "reward.function.type: math → python",
+        3: "reward.py:score has another source",
+    }
+    assert reader.read().reward_changes == changes
+    assert run.reader().read().reward_changes == changes
+
+
+def test_the_samples_with_reward_errors_are_summed_over_the_run(tmp_path: Path):
+    run = Written(tmp_path)
+    run.iterate(0)
+    assert run.reader().read().reward_errors() == ""
+    for k, prompt in ((1, "a"), (2, "b")):
+        failed = {"prompts": {prompt: 2}, "last_error": f"ValueError: {prompt} (reward.py:{k})"}
+        run.iterate(k, reward={"seconds": 0.5, "errors": 2, "failed": failed})
+    assert run.reader().read().reward_errors() == (
+        "4 samples had reward errors, in 2 of 3 iterations; prompts: a (2), b (2); "
+        "last error: ValueError: b (reward.py:2)"
+    )
+
+
+def test_a_fork_with_another_reward_has_the_change_at_its_first_iteration(tmp_path: Path):
+    run = Written(tmp_path)
+    run.iterate(0)
+    reward = {"function": {"type": "math", "boxed": True}}
+    fork = Written(
+        tmp_path,
+        "fork",
+        commit_name("run", 0),
+        fork_from={"branch": "run", "iteration": 0},
+        reward=reward,
+    )
+    fork.iterate(1)
+    fork.iterate(2)
+    [(iteration, words)] = fork.reader().read().reward_changes.items()
+    assert iteration == 1
+    assert "reward.function.boxed" in words
 
 
 def test_a_fork_is_finished_after_the_last_iteration_in_its_parents_numbers(tmp_path: Path):

@@ -39,10 +39,15 @@ def test_the_shares_equal_those_of_a_loop_over_prompts(groups: list[list[float |
 
 def test_rewards_of_another_scale_have_no_pass_rate_without_a_threshold():
     ids = ["a", "a", "b", "b"]
-    assert pass_rate_metrics(ids, [0.0, 1.0, 0.5, 1.0]) == {}
+    assert pass_rate_metrics(ids, [0.0, 0.9, 0.5, 0.2]) == {}
     assert pass_rate_metrics(ids, [-1.0, 1.0, 1.0, 1.0]) == {}
     found = pass_rate_metrics(ids, [-1.0, 0.4, 0.5, 2.0], threshold=0.5)
     assert (found["rollout/pass_rate/0"], found["rollout/pass_rate/100"]) == (0.5, 0.5)
+
+
+def test_full_reward_is_1_where_rewards_are_parts_of_1():
+    found = pass_rate_metrics(["a", "a", "b", "b"], [0.0, 1.0, 0.5, 0.9])
+    assert (found["rollout/pass_rate/0"], found["rollout/pass_rate/50_75"]) == (0.5, 0.5)
 
 
 def test_one_sample_a_prompt_has_no_distribution():

@@ -21,8 +21,9 @@ from rlpipe.observe.charts import (
 )
 from rlpipe.observe.pass_rates import PARTS
 from rlpipe.observe.pictures import write_figure
+from rlpipe.observe.run_curves import LENGTHS
 from rlpipe.observe.run_history import REWARD, Evaluation, IterationRecord, RunHistory, SampleChange
-from rlpipe.observe.run_report import LENGTHS, render, write_report
+from rlpipe.observe.run_report import render, write_report
 from tests.observe.histories import example_history
 
 VOID = {"meta", "line", "rect", "path", "circle", "br"}
@@ -399,6 +400,46 @@ def test_rewards_of_another_scale_show_no_pass_rate():
         for part in PARTS:
             del record.metrics[f"rollout/pass_rate/{part}"]
     assert "Pass rate by prompt" not in render(history), "most iterations have other rewards"
+
+
+def test_a_change_of_the_reward_is_a_line_in_each_curve_and_the_pass_rates_go_on():
+    history = with_pass_rates(40)
+    for record in history.iterations[30:]:
+        for part in PARTS:
+            del record.metrics[f"rollout/pass_rate/{part}"]
+    unchanged = render(history)
+    assert "new reward" not in unchanged
+    history.reward_changes = {30: "reward.py:score has another source"}
+    page = render(history)
+    text = outline(page).text
+    assert "another reward from iteration 30 (reward.py:score has another source) on" in text
+    [pass_rates] = re.findall(r"<h3>Pass rate by prompt</h3>(<svg.*?</svg>)", page)
+    assert "new reward" in pass_rates and ">40<" not in pass_rates and ">35<" in pass_rates
+    assert "10 iterations have none" in text
+    for title in ("Reward", "Entropy"):
+        [chart] = re.findall(rf"<h3>{title}</h3>(<svg.*?</svg>)", page)
+        assert "new reward" in chart
+        assert len(re.findall('class="line s0"', chart)) == 2, "the curve is interrupted"
+
+
+def test_a_reward_curve_compares_iterations_with_the_same_reward():
+    history = example_history(40)
+    history.evaluations = []
+    for record in history.iterations[30:]:
+        record.metrics[REWARD] = 5.0
+    history.reward_changes = {30: "reward.function.type: math → python"}
+    assert "first and the last iteration with the newest reward" in outline(render(history)).text
+    assert "no change" not in render(history) and '<span class="from">5</span>' in render(history)
+
+
+def test_a_run_whose_second_half_has_another_reward_shows_the_pass_rates_of_the_first():
+    history = with_pass_rates()
+    for record in history.iterations[100:]:
+        for part in PARTS:
+            del record.metrics[f"rollout/pass_rate/{part}"]
+    assert "Pass rate by prompt" not in render(history)
+    history.reward_changes = {100: "reward.function.type: math → python"}
+    assert "Pass rate by prompt" in render(history)
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 240, 1000])

@@ -319,6 +319,8 @@ def test_the_terminal_shows_the_accuracy_of_preference_pairs():
     metrics = {"train/loss": 0.5, "train/rewards/accuracies": 0.75, "train/grad_norm": 2.0}
     values = observe.terminal_values(pairs, metrics, {})
     assert values == {"accuracy": 0.75, "loss": 0.5, "grad": 2.0}
+    tied = {"train/rewards/accuracies": 0.0, "train/rewards/margins": 0.0, "train/loss": 0.5}
+    assert observe.terminal_values(pairs, tied, {})["accuracy"] == "0 (ties)"
 
 
 def test_the_terminal_shows_each_logprob_difference_with_its_own_bound():

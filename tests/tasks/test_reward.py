@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlpipe.config.data import RewardConfig
-from rlpipe.rewards.reward_rows import RewardRow, error_note, waits_for
+from rlpipe.rewards.reward_rows import RewardRow, error_note, reward_outputs, waits_for
 from rlpipe.types import Sample
 from tasks import reward
 
@@ -30,6 +30,12 @@ def test_the_note_names_function_error_and_sample():
     )
     assert "their reward is -1 (" in (error_note(ROWS, SAMPLES, config(on_error=-1.0)) or "")
     assert error_note(ROWS[:1], SAMPLES[:1], config()) is None
+
+
+def test_a_node_of_rewards_names_the_prompts_with_errors_and_the_last_error():
+    failed = reward_outputs(ROWS, SAMPLES, [])["failed"]
+    assert failed == {"prompts": {"''": 1}, "last_error": "ValueError: x; found y"}
+    assert "failed" not in reward_outputs(ROWS[:1], SAMPLES[:1], [])
 
 
 def test_the_terminal_shows_the_errors_of_the_first_iterations(monkeypatch: pytest.MonkeyPatch):
