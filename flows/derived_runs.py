@@ -404,15 +404,27 @@ def chosen_iterations(source: StoredRun, text: str | None) -> list[int]:
     low = int(first or stored[0])
     high = (int(end) if end else stored[-1] + 1) if colon else low + 1
     chosen = [k for k in stored if low <= k < high]
-    if chosen and chosen == list(range(chosen[0], chosen[-1] + 1)):
+    # A given bound is meant: less than it names would be a surprise.
+    whole = low >= stored[0] and high <= stored[-1] + 1
+    if chosen and whole and chosen == list(range(chosen[0], chosen[-1] + 1)):
         return chosen
-    found = f"{text or ':'}, of which only {chosen} are stored" if chosen else text
+    found = text or ":"
+    if chosen:
+        found += f", of which only {_listed(chosen)} are stored"
     raise ConfigError(
         "rollouts are not stored",
         where="iterations",
         found=found,
         expected=f"a range within {stored[0]}:{stored[-1] + 1}, without gaps",
+        do=f"give {max(low, stored[0])}: for all from there on" if chosen else None,
     )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers as text, a range without gaps as `A to B`."""
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def refuse_owned_keys(overrides: Sequence[str]) -> None:

@@ -73,6 +73,28 @@ def model_directory_if_present(model: ModelConfig, home: Path, *, seed: int) -> 
     return model_directory(model, home, seed=seed) if present else None
 
 
+def check_maker(model: ModelConfig, home: Path, *, seed: int) -> None:
+    """Check the arguments of the maker, and what it needs unless the model is made.
+
+    Raises: ConfigError; errors of the maker's `check`.
+    """
+    source = model.source
+    assert isinstance(source, MadeModel)
+    maker = load_hook(source.maker)
+    try:
+        inspect.signature(maker).bind("directory", **source.arguments)
+    except TypeError as error:
+        raise ConfigError(
+            "the function that makes the model does not accept these arguments",
+            where="model.source.arguments",
+            found=f"{source.arguments}: {error}",
+            expected=f"arguments of {source.maker}{inspect.signature(maker)}",
+        ) from error
+    needs = getattr(maker, "check", None)
+    if needs and model_directory_if_present(model, home, seed=seed) is None:
+        needs()
+
+
 def model_fingerprint(model_dir: str, cache: Path) -> str:
     """Return the sha256 of a model directory's content. A copy has the same fingerprint.
 

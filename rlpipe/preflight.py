@@ -6,7 +6,6 @@ The longest prompts are counted here. All rows are encoded later, in the generat
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import os
 import shutil
@@ -35,10 +34,11 @@ from rlpipe.config.run import RunConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import ParallelConfig
 from rlpipe.config.weight_file_hooks import check_weight_file_hooks
+from rlpipe.data.chat_templates import check_template
 from rlpipe.data.hub_commits import as_recorded
 from rlpipe.data.prompt_lengths import check_prompt_lengths, source_keys
-from rlpipe.data.prompts import PromptRow, load_prompts
-from rlpipe.data.tokens import has_chat_template, no_template_error, require_text
+from rlpipe.data.prompts import PromptRow, check_columns, load_prompts
+from rlpipe.data.tokens import require_text
 from rlpipe.engines.megatron.bridges.supported import check_supported, refuse_images
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.engines.sglang.served_models import check_served
@@ -51,7 +51,12 @@ from rlpipe.lineage.source_weights import (
     local_directory,
     weight_sources,
 )
-from rlpipe.model_dir import check_context_len, check_stop_ids, model_directory
+from rlpipe.model_dir import (
+    check_context_len,
+    check_maker,
+    check_stop_ids,
+    model_directory,
+)
 from rlpipe.observe.log_functions import LogFunctions
 from rlpipe.rewards.answers import require_text_label
 from rlpipe.rewards.scorer import Scorer
@@ -110,13 +115,16 @@ def _check_run(config: RunConfig, home: Path, planned: Collection[str]) -> None:
     if isinstance(config.model.source, HuggingFaceModel):
         directory = Path(model_directory(config.model, home, seed=config.seed))
         _check_model(config, directory)
-        row = next((checked[0] for checked in rows if checked), None)
-        if row and config.data.apply_chat_template and not has_chat_template(directory):
-            raise no_template_error(str(directory), row.prompt, row.where)
+        check_template(config, directory, rows)
         check_prompt_lengths(config, rows, directory)
         _check_trainer(config, directory)
     elif isinstance(config.model.source, MadeModel):
-        _check_maker(config.model.source)
+        check_maker(config.model, home, seed=config.seed)
+        if config.data.apply_chat_template:
+            # Only the made tokenizer shows its template. The run needs the model in any case.
+            check_template(
+                config, Path(model_directory(config.model, home, seed=config.seed)), rows
+            )
     _check_other_models(config, directory, home)
     _check_functions(config.rollout)
     for number, dataset in enumerate(datasets):
@@ -371,42 +379,13 @@ def _check_reward(reward: RewardConfig, rows: Sequence[PromptRow], config: RunCo
     if not isinstance(reward.function, NoReward):
         Scorer(reward.function, slime_args(config))
     if isinstance(reward.function, PythonReward) and rows:
-        _check_columns(reward.function, rows[0], config)
+        path = reward.function.path
+        check_columns(needed_columns(reward.function), path, rows[0], config.data.prompts)
     if isinstance(reward.function, RuleReward | MathReward) and reward.function.type != "random":
         for row in rows:
             require_text_label(row.label, row.where)
     if reward.custom_reward_post_process_path is not None:
         load_hook(reward.custom_reward_post_process_path)
-
-
-def _check_columns(reward: PythonReward, row: PromptRow, config: RunConfig) -> None:
-    """Check that a row has the columns that a reward in TRL's form needs. Raises: ConfigError."""
-    prompts = config.data.prompts
-    label = [prompts.label_key] if isinstance(prompts, FilePrompts) and prompts.label_key else []
-    columns = [*label, *row.metadata]
-    for name in needed_columns(reward):
-        if name not in columns:
-            raise ConfigError(
-                f"the reward function needs the column {name!r}, which samples do not have",
-                where="reward.function.path",
-                found=f"{reward.path}; samples of {row.where} have {', '.join(columns) or 'none'}",
-                expected="the column data.prompts.label_key, or an entry of each row's metadata",
-                do=f"set data.prompts.label_key={name}, "
-                f"or write the column as metadata: {{{json.dumps(name)}: ...}}",
-            )
-
-
-def _check_maker(source: MadeModel) -> None:
-    maker = load_hook(source.maker)
-    try:
-        inspect.signature(maker).bind("directory", **source.arguments)
-    except TypeError as error:
-        raise ConfigError(
-            "the function that makes the model does not accept these arguments",
-            where="model.source.arguments",
-            found=f"{source.arguments}: {error}",
-            expected=f"arguments of {source.maker}{inspect.signature(maker)}",
-        ) from error
 
 
 def _check_store(config: RunConfig, home: Path, planned: Collection[str]) -> None:

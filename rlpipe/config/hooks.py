@@ -186,7 +186,9 @@ def _read(file: Path, path: str) -> bytes:
             where=path,
             found=ascii(f"{file.absolute()}: {getattr(error, 'strerror', error)}")[1:-1],
             expected="a Python file" + (f"; the folder has {', '.join(near)}" if near else ""),
-            do="correct the path; a relative path counts from the recipe's folder, "
+            do=f"write {file.with_name(near[0])}:{_split_file(path)[1] or 'FUNCTION'}"
+            if near
+            else "correct the path; a relative path counts from the recipe's folder, "
             "else from the current folder",
         ) from error
 
@@ -207,6 +209,7 @@ def _import_file(file: Path, path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Registered before the execution, because dataclasses and pickle look the module up by name.
     sys.modules[name] = module
+    vars(module)["print"] = _marked_print(file.name)
     provide()  # so that `from slime... import` works, here or in a module that the file imports
     complete = False
     try:
@@ -222,6 +225,26 @@ def _import_file(file: Path, path: str) -> ModuleType:
         if not complete:
             del sys.modules[name]
     return module
+
+
+def _marked_print(file: str) -> Callable[..., None]:
+    """Return a `print` whose lines to the terminal begin with the name of the user's file."""
+    begins_line = True
+
+    def marked(
+        *values: object, sep: str | None = None, end: str | None = None, **options: Any
+    ) -> None:
+        nonlocal begins_line
+        if options.get("file") not in (None, sys.stdout, sys.stderr):
+            print(*values, sep=sep, end=end, **options)
+            return
+        text = (" " if sep is None else sep).join(map(str, values))
+        mark = f"{file}: " if begins_line else ""
+        end = "\n" if end is None else end
+        begins_line = f"{text}{end}".endswith("\n")
+        print(f"{mark}{text}", end=end, **options)
+
+    return marked
 
 
 def _import_module(name: str, path: str) -> ModuleType:

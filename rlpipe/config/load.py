@@ -122,13 +122,18 @@ def unused_keys(
 
 
 def require_files(
-    recipe: str | Path, overrides: Sequence[str] = (), run: str | None = None
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    run: str | None = None,
+    *,
+    absolute: bool = False,
 ) -> None:
     """Check that all files that a recipe names exist. Raises: ConfigError, also as `load_run`.
 
+    Files of absolute paths are checked with `absolute` only: other machines may read them.
     `load_run` does not require them: `--dump-config` works on a machine without the files.
     """
-    check_paths(*load_with_origin(recipe, overrides, run))
+    check_paths(*load_with_origin(recipe, overrides, run), absolute=absolute)
 
 
 def load_with_origin(

@@ -54,7 +54,9 @@ class MadeModel(Config):
     type: Literal["made"]
     maker: str
     """`path/to/file.py:function` or `module.function`. Called as `function(directory,
-    **arguments)`, with the run's `seed` if the function has that parameter."""
+    **arguments)`, with the run's `seed` if the function has that parameter. An attribute `check` of
+    the function is called without arguments before anything starts: it raises an error if, for
+    example, a package is missing."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """JSON-able keyword arguments of the function."""
 

@@ -18,6 +18,7 @@ Folders that a run writes, and the store, count from the current folder.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Callable
@@ -71,29 +72,63 @@ def located(config: RunConfig, origin: Origin) -> RunConfig:
     return _changed(config, locate)
 
 
-def check_paths(config: RunConfig, origin: Origin) -> None:
-    """Check that `located` found every file. Raises: ConfigError with all folders it looked in."""
+def check_paths(config: RunConfig, origin: Origin, *, absolute: bool = False) -> None:
+    """Check that `located` found every file; with `absolute` also files of absolute paths.
+
+    Raises: ConfigError with all that are missing, and the folders of relative paths.
+    """
+    missing: list[ConfigError] = []
 
     def check(key: str, value: str) -> str:
-        file, rest = _split(key, value)
+        file, _ = _split(key, value)
+        is_absolute = Path(file).is_absolute()
+        if is_absolute and _exists(Path(file)):
+            return value
         if not is_of_project(file) and not _may_be_on_hub(key, value):
-            folders = list(dict.fromkeys(_folders(key, origin)))
-            near = most_similar([folder / file for folder in folders])
-            raise ConfigError(
-                "the file does not exist",
-                where=f"{key} ({origin.of(key)})",
-                found=f"no {file} in {' and not in '.join(map(str, folders))}",
-                expected="a path relative to the recipe's folder or to the current one, "
-                "or an absolute path",
-                do=f"write {near}{rest}"
-                if near
-                else "correct the path; a model of the Hugging Face Hub is named ORG/NAME"
-                if key.endswith(HUB_KEYS)
-                else "correct the path",
-            )
+            missing.append(_missing(key, value, origin))
         return value
 
-    _changed(config, check)
+    _changed(config, check, relative_only=not absolute)
+    if len(missing) == 1:
+        raise missing[0]
+    if missing:
+        lines = [f"  {error.where}: {error.found}; {error.do}" for error in missing]
+        raise ConfigError(
+            f"{len(missing)} files do not exist\n" + "\n".join(lines), where=origin.file
+        )
+
+
+def _missing(key: str, value: str, origin: Origin) -> ConfigError:
+    file, rest = _split(key, value)
+    is_absolute = Path(file).is_absolute()
+    folders = [Path("/")] if is_absolute else list(dict.fromkeys(_folders(key, origin)))
+    near = most_similar([folder / file for folder in folders])
+    name = key.rpartition(".")[2]
+    if near and not rest and (name.endswith("_path") or _PATTERNS.get(name) is _FUNCTION):
+        rest = f":{_functions(near) or 'FUNCTION'}"
+    return ConfigError(
+        "the file does not exist",
+        where=f"{key} ({origin.of(key)})",
+        found=f"no {file}"
+        if is_absolute
+        else f"no {file} in {' and not in '.join(map(str, folders))}",
+        expected="a path relative to the recipe's folder or to the current one, "
+        "or an absolute path",
+        do=f"write {near}{rest}"
+        if near
+        else "correct the path; a model of the Hugging Face Hub is named ORG/NAME"
+        if key.endswith(HUB_KEYS)
+        else "correct the path",
+    )
+
+
+def _functions(file: Path) -> str:
+    """Return the names of the public functions of a file, joined by `|`; "" if it has none."""
+    with suppress(OSError, ValueError, SyntaxError):
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        return "|".join(n.name for n in nodes if isinstance(n, kinds) and n.name[0] != "_")
+    return ""
 
 
 def with_recorded_paths(config: RunConfig, stored: RunConfig) -> RunConfig:

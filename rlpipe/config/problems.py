@@ -22,6 +22,8 @@ from rlpipe.errors import ConfigError
 LONGEST_SHOWN = 200
 """Characters of a value that an error message shows."""
 
+UNKNOWN = "unknown key"
+NEEDED = "this key is needed"
 KEY_REFERENCE = "rlpipe/config/KEYS.md"
 _BOUNDS = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 """Names of a field's bounds → their text."""
@@ -118,6 +120,7 @@ def explain(error: ValidationError, origin: Origin) -> ConfigError:
         # pydantic reports each member of a union separately: join what they expect.
         known = problems.setdefault((problem.key, repr(problem.found)), problem)
         known.expected.extend(text for text in problem.expected if text not in known.expected)
+    problems = _without_misspelt(problems)
     if len(problems) == 1:
         (only,) = problems.values()
         where = f"{only.key} ({origin.of(only.key)})" if only.key else origin.of("")
@@ -130,6 +133,26 @@ def explain(error: ValidationError, origin: Origin) -> ConfigError:
         )
     lines = [_line(problem, origin) for problem in problems.values()]
     return ConfigError(f"{len(lines)} problems\n" + "\n".join(lines), where=origin.file)
+
+
+def _without_misspelt(problems: dict[tuple[str, str], _Problem]) -> dict[tuple[str, str], _Problem]:
+    """Join an unknown key and the needed key that it misspells."""
+    needed = {key: problem for key, problem in problems.items() if problem.text == NEEDED}
+    for problem in problems.values():
+        found = next(
+            (
+                key
+                for key, one in needed.items()
+                if problem.text == UNKNOWN and one.key in problem.expected
+            ),
+            None,
+        )
+        if found is not None:
+            problem.expected = [needed.pop(found).key]
+            problem.do = f"rename it to {problem.expected[0]}"
+    return {
+        key: problem for key, problem in problems.items() if problem.text != NEEDED or key in needed
+    }
 
 
 def _line(problem: _Problem, origin: Origin) -> str:
@@ -152,12 +175,10 @@ def _problem(entry: Any) -> _Problem:
         dotted = ".".join([*keys, name]) if rest else key
         similar = similar_keys(name, model, ".".join(keys[: len(keys) if rest else -1]))
         do = f"rename it, or remove it; {KEY_REFERENCE} lists all keys"
-        return _Problem(dotted, "unknown key", expected=similar, do=do)
+        return _Problem(dotted, UNKNOWN, expected=similar, do=do)
     if kind == "missing":
         example = f", such as `{EXAMPLES[key]}`" if key in EXAMPLES else ""
-        return _Problem(
-            key, "this key is needed", do=f"add it to the recipe{example} ({KEY_REFERENCE})"
-        )
+        return _Problem(key, NEEDED, do=f"add it to the recipe{example} ({KEY_REFERENCE})")
     if kind.startswith("union_tag"):
         tags = entry.get("ctx", {}).get("expected_tags", "")
         found = entry.get("ctx", {}).get("tag")

@@ -16,7 +16,7 @@ from rlpipe.config.algorithms import (
     algorithm_conflict,
     comparison_problem,
     set_surrogate,
-    supervised_conflict,
+    supervised_conflicts,
 )
 from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, needs_environment
@@ -277,9 +277,8 @@ class RunConfig(Config):
             )
         if self.reference.ref_update_interval and not self.advantage.reference:
             raise ValueError("reference.ref_update_interval needs advantage.reference: true")
-        conflict = supervised_conflict(self)
-        if conflict:
-            raise ValueError(conflict)
+        if conflicts := list(supervised_conflicts(self)):
+            raise ValueError("; and ".join(conflicts))
         return self
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from rlpipe.config.data import FilePrompts, PromptSource, SeedPrompts, Verifiers
 from rlpipe.data.preferences import preference
 from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
 from rlpipe.data.verifiers_tasks import TASK_KEY, read_tasks
-from rlpipe.errors import DataError
+from rlpipe.errors import ConfigError, DataError
 from rlpipe.store.labels import label_text
 from rlpipe.types import Prompt
 
@@ -128,6 +128,45 @@ def _check_overlap(ranges: Sequence[RowRange], paths: Sequence[str], key: str) -
                 )
 
 
+def check_columns(
+    names: Sequence[str], path: str, row: PromptRow, prompts: PromptSource | None
+) -> None:
+    """Check that a row has the columns `names` of a reward function. Raises: ConfigError.
+
+    `path`: of the function.
+    """
+    label = [prompts.label_key] if isinstance(prompts, FilePrompts) and prompts.label_key else []
+    columns = [*label, *row.metadata]
+    for name in names:
+        if name not in columns:
+            raise ConfigError(
+                f"the reward function needs the column {name!r}, which samples do not have",
+                where="reward.function.path",
+                found=f"{path}; samples of {row.where} have {', '.join(columns) or 'none'}",
+                expected="the column data.prompts.label_key, or an entry of each row's metadata",
+                do=_column_advice(name, prompts, names),
+            )
+
+
+def _column_advice(name: str, prompts: PromptSource | None, names: Sequence[str]) -> str:
+    """Return how a reward in TRL's form gets a value for `name`, one of its parameters `names`."""
+    as_metadata = f"write the column as metadata: {{{json.dumps(name)}: ...}}"
+    if not isinstance(prompts, FilePrompts):
+        return as_metadata
+    _, row = FileRows(prompts.paths[0]).read(0)
+    if name in row:
+        return f"set data.prompts.label_key={name}, or {as_metadata}"
+    if prompts.label_key in names:
+        return as_metadata
+    if prompts.label_key:
+        return f"rename the parameter {name} to {prompts.label_key}, or {as_metadata}"
+    columns = ", ".join(column for column in row if column != prompts.input_key)
+    return (
+        f"rename the parameter {name} to the column of the answer and set data.prompts.label_key "
+        f"to this column (the file has {columns or 'no other'}), or {as_metadata}"
+    )
+
+
 def held_out_key(number: int) -> str:
     """Return the key of the prompts of a held-out set, for errors."""
     return f"evaluation.datasets.{number}.prompts"
@@ -172,6 +211,8 @@ def _prompt_row(
     """Convert a row of a file. `key`: of the source. Raises: DataError if the row is not valid."""
     label = None
     rejected = None
+    if source.rejected_key is not None:
+        _require_pair(content, source, key, where)
     if source.label_key is not None:
         value = _value(content, source.label_key, f"{key}.label_key", where)
         of_label = in_column(where, source.label_key)
@@ -201,6 +242,24 @@ def _prompt_row(
             )
         metadata = {**metadata, "tools": tools}
     return PromptRow(prompt, label, metadata, where, rejected)
+
+
+def _require_pair(content: dict[str, Any], source: FilePrompts, key: str, where: str) -> None:
+    """Check both columns of responses at once. Raises: DataError."""
+    keys = {"label_key": source.label_key, "rejected_key": source.rejected_key}
+    missing = {name: column for name, column in keys.items() if column not in content}
+    if len(missing) < 2:
+        return
+    raise DataError(
+        f"the row has no {' and no '.join(map(repr, missing.values()))}",
+        where=where,
+        found=f"columns {', '.join(map(repr, sorted(content))) or 'none'}",
+        expected=", ".join(
+            f"the {kind} response in column {column!r} ({key}.{name})"
+            for kind, (name, column) in zip(("chosen", "rejected"), missing.items(), strict=True)
+        ),
+        do=f"set {key}.label_key and {key}.rejected_key to columns of this file",
+    )
 
 
 def in_column(where: str, column: str) -> str:

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from rlpipe.config.base import MOST_TOKENS
 from rlpipe.config.data import DataConfig
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.data.chat_templates import fields, no_template_error
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.system.imports import quick_imports
@@ -45,8 +46,6 @@ types below."""
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 GGUF = "transformers.modeling_gguf_pytorch_utils"
 """Module with the reader of GGUF files, which the tokenizers import. The module imports torch."""
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-"""Files and a folder, each of which can have the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,18 @@ class Overlong:
     @property
     def error(self) -> DataError:
         """Return the error that names the row."""
+        # The context of the model has no key.
+        shorten = "remove or shorten the row"
+        if self.setting.startswith(("data.", "rollout.")):
+            shorten = f"remove the row, raise {self.setting.partition(',')[0]}"
+        elif "room" in self.setting:
+            shorten += ", use a model with a longer context"
         return DataError(
             "the prompt is too long",
             where=self.where,
             found=f"{self.tokens} tokens",
             expected=f"at most {self.limit} ({self.setting})",
-            do="remove the row, raise the limit, "
-            "or set data.overlong_prompts: drop or truncate_left",
+            do=f"{shorten}, or set data.overlong_prompts: drop or truncate_left",
         )
 
 
@@ -250,18 +254,6 @@ def render(
         ) from error
 
 
-def has_chat_template(directory: Path) -> bool:
-    """True if the directory's tokenizer may have a chat template.
-
-    The tokenizer is not loaded, which takes seconds. Its own code (`auto_map`) may have a template.
-    """
-    if any((directory / name).exists() for name in TEMPLATES):
-        return True
-    path = directory / "tokenizer_config.json"
-    settings = read_object(path, "model.source") if path.exists() else {}
-    return bool(settings.get("chat_template") or settings.get("auto_map"))
-
-
 def require_text(prompt: Prompt, where: str) -> str:
     """Return a prompt of text. Raises: DataError for messages."""
     if isinstance(prompt, str):
@@ -269,34 +261,11 @@ def require_text(prompt: Prompt, where: str) -> str:
     raise DataError(
         "the prompt is a list of messages, which needs a chat template",
         where=where,
-        found=_fields(prompt),
+        found=fields(prompt),
         expected="text",
         do="set data.apply_chat_template=true, write rendered text into the column, or sample with "
         "a function of yours (rollout.custom_generate_function_path)",
     )
-
-
-def no_template_error(directory: str, prompt: Prompt, where: str) -> ConfigError:
-    """Return the error of a model directory without a chat template; `prompt` is at `where`."""
-    if isinstance(prompt, str):
-        do = "set data.apply_chat_template=false: the prompts are text; or "
-    else:
-        do = ""
-    return ConfigError(
-        "the tokenizer has no chat template",
-        where="data.apply_chat_template",
-        found=f"no template in {directory}; the prompts are {_fields(prompt)} ({where})",
-        expected="chat_template.jinja in the model directory, "
-        "or chat_template in its tokenizer_config.json",
-        do=f"{do}use the model's instruct variant, or add its chat_template.jinja to the directory",
-    )
-
-
-def _fields(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return "text"
-    names = list(dict.fromkeys(name for message in prompt for name in message))
-    return f"messages with the fields {', '.join(names)}"
 
 
 def as_messages(prompt: Prompt) -> list[Message]:

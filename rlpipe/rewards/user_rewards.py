@@ -28,6 +28,7 @@ import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from rlpipe.config.data import PythonReward, RewardConfig, RewardFunction
@@ -269,12 +270,15 @@ def _form(function: Callable[..., Any], path: str) -> Form:
         return "slime"
     if _accepts(signature, 1):
         return "sample"
+    renamed = get_close_matches("completions", list(signature.parameters), n=1)
     raise ConfigError(
         "the function cannot be called as a reward",
         where=path,
         found=f"{getattr(function, '__name__', type(function).__name__)}{signature}",
         expected=FORMS,
-        do="change the parameters to one of these forms; their names decide the form",
+        do=f"rename the parameter {renamed[0]} to completions"
+        if renamed
+        else "change the parameters to one of these forms; their names decide the form",
     )
 
 

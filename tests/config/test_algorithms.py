@@ -232,8 +232,12 @@ def test_preference_losses_compare_pairs_and_only_dpo_reads_a_reference():
     ("loss", "sections", "message"),
     [
         (DPO, {"advantage": {"advantage_estimator": "none"}}, "compares with a reference"),
-        ({"type": "sft"}, {}, "need each other; found type: sft with rejected_key"),
-        (DPO, {"data": {"prompts": {"type": "file", "paths": ["a"]}}}, "dpo without rejected_key"),
+        ({"type": "sft"}, {}, "need each other; found type: sft with both"),
+        (
+            DPO,
+            {"data": {"prompts": {"type": "file", "paths": ["a"]}}},
+            "dpo without data.prompts.label_key and rejected_key",
+        ),
         (DPO | {"entropy_coef": 0.1}, {}, "mean over pairs; remove entropy_coef"),
         (DPO | {"calculate_per_token_loss": True}, {}, "remove calculate_per_token_loss"),
         (DPO | {"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, {}, "no effect on loss_type"),

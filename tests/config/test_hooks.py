@@ -177,3 +177,17 @@ def test_a_module_written_for_slime_is_imported_by_its_dotted_name(tmp_path):
         check=False,
     )
     assert done.stdout.strip() == "rlpipe.slime.sample", done.stderr
+
+
+def test_a_print_of_a_file_is_marked_with_its_name(tmp_path: Path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def score(sample):\n"
+        "    print('a', 1)\n"
+        "    print('b', end='')\n"
+        "    print('c')\n"
+        "    with open(sample, 'w') as log:\n"
+        "        print('d', file=log)\n"
+    )
+    load_hook(f"{tmp_path}/mine.py")(tmp_path / "log")
+    assert capsys.readouterr().out == "mine.py: a 1\nmine.py: bc\n"
+    assert (tmp_path / "log").read_text() == "d\n"

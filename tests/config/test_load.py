@@ -207,8 +207,15 @@ def test_the_error_of_a_wrong_value_shows_yaml(recipe, override: str, found: str
 
 
 def test_a_missing_key_is_named_with_the_reference(recipe):
-    recipe.write_text(RECIPE.replace("num_rollout: ", "num_rollouts: "))
+    recipe.write_text(RECIPE.replace("num_rollout: ", "seed: "))
     assert "num_rollout (" in str(refused(recipe))
+
+
+def test_a_misspelt_needed_key_is_one_problem_with_one_name(recipe):
+    recipe.write_text(RECIPE.replace("num_rollout: ", "num_rolout: "))
+    error = refused(recipe)
+    assert (error.problem, error.expected) == ("unknown key", "num_rollout")
+    assert error.do == "rename it to num_rollout"
 
 
 def test_several_problems_each_say_what_to_do(recipe):

@@ -109,6 +109,26 @@ def test_the_error_of_a_missing_file_names_the_most_similar_file_of_both_folders
     assert caught.value.do == f"write {recipe.parent}/mine.py:score"
 
 
+def test_a_missing_function_file_without_a_name_is_advised_with_the_functions(recipe: Path):
+    (recipe.parent / "mine.py").write_text("def score(sample): ...\n\ndef _helper(): ...\n")
+    with pytest.raises(ConfigError) as caught:
+        require_files(recipe, ["reward.function.path=mien.py"])
+    assert caught.value.do == f"write {recipe.parent}/mine.py:score"
+
+
+def test_all_missing_files_are_named_at_once(recipe: Path):
+    overrides = [
+        "reward.function.path=mien.py:score",
+        f"data.prompts.paths=['trian.jsonl@[1:]', {recipe.parent}/no.jsonl]",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        require_files(recipe, overrides, absolute=True)
+    message = str(caught.value)
+    assert "3 files do not exist" in message
+    for part in ("no mien.py in", "no trian.jsonl in", f"no {recipe.parent}/no.jsonl", "write "):
+        assert part in message
+
+
 def test_a_name_of_the_hub_is_no_missing_file(recipe: Path):
     require_files(recipe, ["model.source.hf_checkpoint=Qwen/Qwen3-0.6B"])
     (recipe.parent / "Qwen/Qwen3-0.6B").mkdir(parents=True)

