@@ -5,7 +5,7 @@
     rlpipe audit unusual --run RUN                        # anomalies of metrics
     rlpipe audit lineage --run RUN[@K] [--out F.parquet]  # the origin of these weights
     rlpipe audit forward --run RUN --prompt TEXT          # uses of a prompt
-    rlpipe audit sql     --run RUN "SELECT ..."         # see rlpipe/store/tables/query.py
+    rlpipe audit sql     RUN "SELECT ..."               # see rlpipe/store/tables/query.py
     rlpipe audit view    --run RUN[@K] --out F.html       # samples, tokens coloured
 
 `verify` without `--run` checks every run of each store in which this home has a run. With `--run`
@@ -59,8 +59,7 @@ def main() -> int:
     arguments = parsers.audit().parse_intermixed_args()
     try:
         use_home(arguments.home)
-        if arguments.command != "sql" and arguments.question:
-            arguments.run = only_run(arguments)
+        arguments.run, arguments.query = run_and_query(arguments)
         if arguments.run is None and arguments.command != "verify":
             raise ConfigError(
                 "no run given",
@@ -86,16 +85,38 @@ def main() -> int:
         return 2
 
 
-def only_run(arguments: argparse.Namespace) -> str:
-    """Return the run that is named without `--run`. Raises: ConfigError for two names."""
-    if arguments.run not in (None, arguments.question):
+def run_and_query(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
+    """Return the run and the query of `sql`, which are given in any order.
+
+    Raises: ConfigError for two runs, or without a query.
+    """
+    words: list[str] = list(arguments.words)
+    query = None
+    if arguments.command == "sql":
+        # A name has no spaces, and a query has some.
+        query = next((word for word in words if " " in word.strip()), None)
+        if query is None and words and arguments.run is not None:
+            query = words[0]
+        if query is None:
+            raise ConfigError(
+                "no query given",
+                where="audit sql",
+                found=" ".join(words) or "nothing",
+                expected='a run and one query in quotes: audit sql RUN "SELECT ..."',
+            )
+        words.remove(query)
+    named: str | None = arguments.run
+    runs = list(dict.fromkeys(words if named is None else [*words, named]))
+    if len(runs) > 1:
         raise ConfigError(
             "two runs given",
             where=f"audit {arguments.command}",
-            found=f"{arguments.question}, --run {arguments.run}",
-            expected="one of the two",
+            found=", ".join(runs),
+            expected='one run, and one query in quotes: audit sql RUN "SELECT ..."'
+            if query
+            else "one of the two",
         )
-    return arguments.question
+    return (runs[0] if runs else None), query
 
 
 def check_run_exists(files: Files, run: str) -> None:
@@ -216,12 +237,19 @@ def lineage(files: Files, run: str, k: int | None, arguments: argparse.Namespace
 
 
 def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespace) -> int:
-    """Print a line for each sample of the prompt, then the branches whose weights trained on it."""
+    """Print a line for each sample of the prompt, then the branches whose weights trained on it.
+
+    Samples of the run's history are first; those of other runs have a title.
+    """
     if not arguments.prompt:
         raise ConfigError("no prompt given", where="--prompt", expected="a part of its text")
     prompts = provenance.find_prompts(files, run, arguments.prompt)
     rows, damaged = provenance.forward(files, list(prompts))
-    for row in rows:
+    own = {commit.branch for commit in Branches(files).walk(run)}
+    others = [row for row in rows if row["branch"] not in own]
+    for number, row in enumerate([*(row for row in rows if row["branch"] in own), *others]):
+        if others and number == len(rows) - len(others):
+            print(f"samples of other runs in this store, not of {run}:")
         step = (
             f"step {row['optimizer_step']}, weights {row['weight_version']}"
             if row["trained"]
@@ -243,10 +271,8 @@ def forward(files: Files, run: str, _k: int | None, arguments: argparse.Namespac
 
 def sql(files: Files, run: str, k: int | None, arguments: argparse.Namespace) -> int:
     """Print the result of a query, a JSON object a row."""
-    if not arguments.question:
-        raise ConfigError("no query given", where="sql", expected="one query, in quotes")
     for row in run_query(
-        files, run, arguments.question, None if k is None else range(k, k + 1)
+        files, run, arguments.query, None if k is None else range(k, k + 1)
     ).to_pylist():
         print(json.dumps(row, ensure_ascii=False, default=str))
     return 0

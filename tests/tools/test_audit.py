@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,8 +19,9 @@ from rlpipe.store.nodes import Nodes
 from rlpipe.store.objects.files import Files
 from rlpipe.store.objects.local import LocalBackend
 from rlpipe.store.run_file import RunFile, write_run
-from rlpipe.types import Stage
+from rlpipe.types import Sample, Stage
 from tests.lineage.test_provenance import SteppingRun
+from tests.store import lineage
 from tools import audit
 
 Tool = Callable[..., int]
@@ -171,6 +173,10 @@ def test_the_page_shows_every_token_and_escapes_sampled_text(tool: Tool, tmp_pat
         (("verify", "run2"), "run", "two runs given"),
         (("sql",), "run", "no query given"),
         (("sql", "nonsense"), "run", "DuckDB refused the query"),
+        (("sql", "SELECT rewards FROM samples"), "run", "samples: branch, iteration, "),
+        (("sql", "SELECT rewards FROM samples"), "run", "samples, metrics, commits, texts, batch"),
+        (("sql", "SELECT * FROM sample"), "run", "samples, metrics, commits, texts, batch"),
+        (("sql", "run2", "SELECT 1"), "run", "two runs given"),
         (("forward",), "run", "no prompt given"),
         (("view",), "run@7", "no rollout of this iteration"),
         (("lineage",), "run@7", "run@K with K from 0 to 1"),
@@ -181,6 +187,44 @@ def test_wrong_input_gives_exit_code_2(
 ):
     assert tool(*words, run=run) == 2
     assert printed in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("run", "SELECT 1 AS n"), ("SELECT 1 AS n", "run")])
+def test_run_and_query_are_taken_in_any_order(
+    words: tuple[str, ...],
+    tool: Tool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    store = str(tmp_path / "store")
+    monkeypatch.setattr(sys, "argv", ["tools.audit", "sql", "--store", store, *words])
+    assert audit.main() == 0
+    assert capsys.readouterr().out == '{"n": 1}\n'
+    monkeypatch.setattr(sys, "argv", ["tools.audit", "sql", "--store", store, "run"])
+    assert audit.main() == 2
+    assert 'audit sql RUN "SELECT ..."' in capsys.readouterr().err
+
+
+def test_samples_of_other_runs_are_listed_as_such(
+    tool: Tool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    of_run = lineage.sample
+
+    def with_prompts_of_run(group_id: str, index: int) -> Sample:
+        prompt = of_run(group_id.replace("other", "run"), index).prompt
+        return replace(of_run(group_id, index), prompt=prompt)
+
+    monkeypatch.setattr(lineage, "sample", with_prompts_of_run)
+    SteppingRun(Files(tmp_path / "store"), "other").start().iterate()
+    assert tool("forward", "--prompt", "run:00000001") == 0
+    printed = capsys.readouterr().out.splitlines()
+    title = printed.index("samples of other runs in this store, not of run:")
+    assert all(line.startswith("run/") for line in printed[:title]) and title > 0
+    assert all(line.startswith("other/") for line in printed[title + 1 : -1])
 
 
 def test_the_error_of_an_unknown_run_names_the_nearest_run(

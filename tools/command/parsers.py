@@ -196,7 +196,9 @@ def audit() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=AUDITS, metavar="COMMAND", help="one of those below")
-    parser.add_argument("question", nargs="?", metavar="RUN|QUERY", help="as --run; sql: a query")
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN", help='as --run; sql: RUN "QUERY", in any order'
+    )
     parser.add_argument(
         "--run",
         metavar="RUN[@K]",

@@ -36,6 +36,7 @@ READERS = 8
 SETTINGS = "SET enable_external_access = false; SET lock_configuration = true"
 """A query reads these tables, and no file or address of the machine."""
 COMMITS = derived.COMMITS.schema
+TABLES = ("samples", "metrics", "commits", "texts", "batch")
 
 
 def run_query(files: Files, branch: str, sql: str, iterations: range | None = None) -> pa.Table:
@@ -65,18 +66,39 @@ def run_query(files: Files, branch: str, sql: str, iterations: range | None = No
         for name in tables.keys() & words:
             connection.register(name, tables[name]())
         connection.execute(SETTINGS)
-        expected = f"one query over {', '.join(tables)}"
         try:
             answer = connection.sql(sql)
             if answer is None:
                 raise ConfigError(
-                    "the statement returns no rows", where="sql", found=sql, expected=expected
+                    "the statement returns no rows",
+                    where="sql",
+                    found=sql,
+                    expected=f"one query over {', '.join(TABLES)}",
                 )
             return answer.to_arrow_table()
         except duckdb.Error as error:
-            raise ConfigError(
-                "DuckDB refused the query", where="sql", found=error, expected=expected
-            ) from error
+            raise _refused(error, sql, connection) from error
+
+
+def _refused(error: duckdb.Error, sql: str, connection: duckdb.DuckDBPyConnection) -> ConfigError:
+    """Return the error with the columns of the tables that the query mentions."""
+    names = connection.execute(
+        "SELECT table_name, string_agg(column_name, ', ' ORDER BY column_index) "
+        "FROM duckdb_columns() WHERE NOT internal GROUP BY 1 ORDER BY 1"
+    ).fetchall()
+    columns = "".join(f"\n            {table}: {listed}" for table, listed in names)
+    if names:
+        expected = f"columns of the tables in the query:{columns}"
+    else:
+        expected = f"one query over {', '.join(TABLES)}"
+    others = "" if not names else f"the tables are {', '.join(TABLES)}; "
+    return ConfigError(
+        "DuckDB refused the query",
+        where="sql",
+        found=f"{error}" if sql in str(error) else f"{error}, in {sql}",
+        expected=expected,
+        do=f"{others}rlpipe/store/COLUMNS.md explains their columns",
+    )
 
 
 def _select_iterations(table: pa.Table, iterations: range | None) -> pa.Table:
