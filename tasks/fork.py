@@ -58,7 +58,11 @@ async def fork_point(
         state = first_state(files, config, origin)
         if Nodes(files).find(Stage.CHECKPOINT, checkpoint_inputs(state).digest) is None:
             name = commit_name(origin.branch, origin.iteration)
-            with progress.running("fork", note=f"rebuilding the weights of {name} from the store"):
+            progress.say(
+                f"{config.run}: rebuilding the weights of {name}, of which no checkpoint is stored"
+            )
+            work = "the trainer, which trains the batches since the checkpoint before again"
+            with progress.running("fork", note=f"weights of {name}", waits_for=work):
                 await materialise(files, config, origin, state, home)
         # The first weights are a segment of the parent: the fork records it as its own.
         elif state != recorded:

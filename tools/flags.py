@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from rlpipe.config.arguments import names
 from rlpipe.config.arguments.check import KEYS, rule_of
+from rlpipe.config.similar_keys import nearest
 from rlpipe.slime.args import FLAGS, absent
 from rlpipe.slime.flag import Flag
 from tools.command import parsers
@@ -29,6 +30,8 @@ def main() -> int:
     matches = [line for line in lines if part in line.replace("_", "-").lower()]
     if not matches:
         print(f"no name contains {arguments.part!r}", file=sys.stderr)
+        if near := nearest(part.lstrip("-").replace("-", "_"), FLAGS):
+            print(f"nearest: {', '.join(FLAGS[name].option for name in near)}", file=sys.stderr)
         if not arguments.arguments:
             print(
                 f"arguments of Megatron, SGLang and the router: {parsers.COMMAND} flags "

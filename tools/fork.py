@@ -19,6 +19,7 @@ from flows.derived_runs import fork_run
 from rlpipe.config.load import home, use_home
 from rlpipe.config.text import dump
 from rlpipe.errors import RlpipeError
+from rlpipe.observe.terminal import Screen, waiting_for
 from rlpipe.preflight import check
 from tools.command import parsers
 from tools.train import finish, print_result
@@ -38,10 +39,20 @@ def main() -> int:
         # The flow writes the recipe files that stay: here they are only read.
         with TemporaryDirectory() as folder:
             config, _ = fork_run(home(), **parameters, recipes=Path(folder))
+        assert config.fork_from is not None
+        origin = f"{config.fork_from.branch}@{config.fork_from.iteration}"
         if arguments.dump_config:
             print(dump(config.model_dump(mode="json")), end="")
             return 0
-        check(config, home())
+        # At once: on a busy machine, Prefect, Ray and the engines take minutes to start.
+        print(
+            f"{config.run}: a fork of {origin}, up to iteration {config.num_rollout}; the weights "
+            "are loaded after Prefect and Ray have started",
+            file=sys.stderr,
+            flush=True,
+        )
+        with Screen(), waiting_for("checks before the start"):
+            check(config, home())
     except RlpipeError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return 2

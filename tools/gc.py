@@ -73,7 +73,8 @@ def main() -> int:
                         files, paths, own.check, lambda done, _: bar.update(shown, completed=done)
                     )
         result = "deleted" if arguments.delete else "can be deleted with --delete"
-        print(f"{len(paths)} object{'s' if len(paths) != 1 else ''} {result}")
+        count = f"{len(paths)} object{'s' if len(paths) != 1 else ''}"
+        print(f"{count} {result} (younger than {arguments.grace} are kept)")
     except RlpipeError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return 2

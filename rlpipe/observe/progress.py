@@ -240,9 +240,11 @@ class Progress:
         seconds[stage.name] = seconds.get(stage.name, 0.0) + now - stage.started
 
     @contextmanager
-    def running(self, name: str, iteration: int | None = None, *, note: str = "") -> Iterator[None]:
-        """Show a stage for the length of a block."""
-        self.stage(name, iteration, note=note)
+    def running(
+        self, name: str, iteration: int | None = None, *, note: str = "", waits_for: str = ""
+    ) -> Iterator[None]:
+        """Show a stage for the length of a block. Arguments: as for `stage`."""
+        self.stage(name, iteration, note=note, waits_for=waits_for)
         try:
             yield
         finally:

@@ -43,6 +43,14 @@ def test_an_unknown_name_gives_exit_code_1(
     assert "no name contains 'no such flag'" in capsys.readouterr().err
 
 
+def test_an_unknown_name_gives_the_nearest_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["tools.flags", "rollout-batch-sise"])
+    assert flags.main() == 1
+    assert "nearest: --rollout-batch-size" in capsys.readouterr().err
+
+
 def test_a_closed_pipe_ends_the_command_quietly():
     command = [sys.executable, "-m", "tools.flags"]
     with subprocess.Popen(

@@ -47,6 +47,16 @@ def test_dump_config_prints_the_configuration_of_the_fork(
     assert "fork_from:\n  branch: run\n  iteration: 0" in output
 
 
+def test_a_fork_says_at_once_what_it_starts_from(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    # The checks before the start refuse this configuration after the line.
+    assert called(home, monkeypatch, "run@0", "--run", "hotter", "data.prompts.paths=[no.jsonl]")
+    assert capsys.readouterr().err.startswith(
+        "hotter: a fork of run@0, up to iteration 5; the weights are loaded after"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "output"),
     [

@@ -99,12 +99,22 @@ class _Group(click.Group):
         )
 
 
+class _Kinds(click.Group):
+    """The verbs of two words, such as `convert hf2dist`; the task comes first, as in a verb."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the task, then the verbs."""
+        formatter.write(f"{self.help}\n")
+        self.format_usage(ctx, formatter)
+        self.format_options(ctx, formatter)
+
+
 def application() -> click.Group:
     """Return the command with all verbs."""
     root = _Group(COMMAND, no_args_is_help=False, invoke_without_command=True, callback=_list_verbs)
     root = click.version_option(version(COMMAND), "--version", prog_name=COMMAND)(root)
     for word, task in GROUPS.items():
-        root.add_command(click.Group(word, short_help=task, help=task.capitalize() + "."))
+        root.add_command(_Kinds(word, short_help=task, help=task.capitalize() + "."))
     for verb in VERBS.values():
         first, _, second = verb.name.partition(" ")
         group = root.commands[first] if second else root

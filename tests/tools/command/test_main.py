@@ -36,6 +36,11 @@ def test_the_command_alone_lists_every_verb_with_its_task():
     assert rlpipe("--help").stdout == listed.stdout
 
 
+def test_the_help_of_a_verb_with_kinds_has_the_task_first():
+    first, *rest = rlpipe("convert", "--help").stdout.splitlines()
+    assert first == "Convert checkpoints." and any("hf2dist" in line for line in rest)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
