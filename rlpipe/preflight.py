@@ -39,7 +39,7 @@ from rlpipe.data.hub_commits import as_recorded
 from rlpipe.data.prompt_lengths import check_prompt_lengths, source_keys
 from rlpipe.data.prompts import PromptRow, check_columns, load_prompts
 from rlpipe.data.tokens import require_text
-from rlpipe.engines.megatron.bridges.supported import check_supported, refuse_images
+from rlpipe.engines.megatron.bridges.supported import check_supported
 from rlpipe.engines.megatron.preflight import check_trainer
 from rlpipe.engines.sglang.served_models import check_served
 from rlpipe.errors import ConfigError, DataError, ResourceError, RlpipeError
@@ -64,6 +64,7 @@ from rlpipe.rewards.user_rewards import needed_columns
 from rlpipe.rollout.environments.loaded import check_environment
 from rlpipe.rollout.hooks.generate_function import SampleHooks, load_generate
 from rlpipe.rollout.hooks.rollout_function import load_rollout_function
+from rlpipe.rollout.image_checks import checked_image_reader
 from rlpipe.rollout.tools import load_tools
 from rlpipe.slime.args import slime_args
 from rlpipe.store.branches import Branches
@@ -97,7 +98,7 @@ def _check_run(config: RunConfig, home: Path, planned: Collection[str]) -> None:
         sources = [config.data.prompts, *(dataset.prompts for dataset in datasets)]
         names = ["", *(f"evaluation.datasets of name {dataset.name}" for dataset in datasets)]
         rows = [
-            _checked_rows(source, name, key) if source else []
+            _checked_rows(source, name, key, config.data.image_key) if source else []
             for source, name, key in zip(sources, names, source_keys(config), strict=True)
         ]
         importing.wait()
@@ -159,10 +160,7 @@ def _check_writable(config: RunConfig, home: Path) -> None:
 
 
 def _weight_folders(config: RunConfig) -> dict[str, Path]:
-    """Return the folders of weight files that this machine uses, by key.
-
-    A Ray cluster or external engines may use such a folder of another machine.
-    """
+    """Return the folders of weight files that this machine uses, by key."""
     sync = config.sync
     other_machines = config.resources.ray_address or config.resources.external_engines
     if not (config.needs_engines and sync.through_files) or other_machines:
@@ -294,7 +292,7 @@ def _check_model(config: RunConfig, directory: Path) -> None:
     check_stop_ids(config.rollout, config.evaluation.datasets, str(directory))
     check_context_len(config.engine, config.rollout, config.evaluation.datasets, str(directory))
     model = json.loads((directory / "config.json").read_text())
-    refuse_images(model["model_type"], f"{key}: {directory}/config.json")
+    checked_image_reader(config, directory)
     if config.train.use_rollout_routing_replay:
         routed_width(model)
     resources = config.resources
@@ -358,15 +356,17 @@ def _check_functions(rollout: RolloutConfig) -> None:
         check_environment(rollout.environment)
 
 
-def _checked_rows(source: PromptSource, held_out: str, key: str) -> Sequence[PromptRow]:
+def _checked_rows(
+    source: PromptSource, held_out: str, key: str, image_key: str | None
+) -> Sequence[PromptRow]:
     """Check the rows of a source and return them; of generated ones only the first.
 
     `held_out` names a held-out set in errors; "" for the prompts of training.
-    `key`: of the source.
+    `key`: of the source. `image_key`: as `load_prompts`.
     """
     if isinstance(source, FilePrompts):
         try:
-            return load_prompts(source, key=key)
+            return load_prompts(source, key=key, image_key=image_key)
         except DataError as error:
             if held_out:
                 error.add_note(f"in {held_out}; flags: --eval-prompt-data, --eval-input-key, ...")

@@ -47,6 +47,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
+Image = tuple[str, int, int]
+"""SHA-256 of a stored image file, and the rows and columns of patches that a model reads."""
 
 
 class Stage(StrEnum):
@@ -97,6 +99,7 @@ class Sample:
     index: int = 0
     prompt: Prompt = ""
     prompt_ids: list[int] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -273,15 +276,10 @@ class Sample:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the sample of a dict from `to_dict`, ours or slime's."""
         sample = cls()
-        later = {
-            name: value
-            for name, value in values.items()
-            if name not in ("prompt_ids", "response_ids")
-        }
-        given = {
-            "status": Status(later.pop("status", Status.PENDING)),
-            "tokens": later.pop("tokens", []),
-        }
+        parts = ("prompt_ids", "response_ids")
+        later = {name: value for name, value in values.items() if name not in parts}
+        status = Status(later.pop("status", Status.PENDING))
+        given = {"status": status, "tokens": later.pop("tokens", [])}
         for name, value in {**given, **later}.items():
             if name != "group_index":
                 setattr(sample, name, value)
@@ -359,6 +357,8 @@ class PlannedGroup(Record):
     group_id: str
     prompt: Prompt
     prompt_ids: tuple[int, ...]
+    images: tuple[Image, ...] = Field(default=(), exclude_if=lambda images: not images)
+    """Images of the prompt, in the order of their tokens. Not stored if empty."""
     label: str | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     seeds: tuple[int, ...]

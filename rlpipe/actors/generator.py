@@ -22,12 +22,14 @@ from rlpipe.actors.drivers import Driver
 from rlpipe.actors.reward_workers import process_workers
 from rlpipe.actors.specs import GeneratorSpec
 from rlpipe.batch.files import write_evaluation
-from rlpipe.config.data import EvalDataset, RewardConfig
+from rlpipe.config.data import EvalDataset
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import held_out_key, load_prompts, with_metadata
-from rlpipe.data.source import DataSource, evaluation_plan
-from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.source import DataSource, evaluation_plan, store_images
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.data.user_source import BufferFilter, CustomSource
+from rlpipe.engines.sglang.image_inputs import image_data
 from rlpipe.engines.sglang.reply_format import SglangReplies
 from rlpipe.errors import EngineError
 from rlpipe.model_dir import directory_here, end_ids, prompt_context_len
@@ -36,6 +38,7 @@ from rlpipe.observe.flops import model_flops
 from rlpipe.rewards.reward_rows import score
 from rlpipe.rewards.user_rewards import reads_messages
 from rlpipe.rollout.client.generate_client import GenerateClient, HoldMode
+from rlpipe.rollout.client.image_requests import image_requests
 from rlpipe.rollout.filters import load_filter
 from rlpipe.rollout.generators import (
     RolloutContext,
@@ -45,13 +48,15 @@ from rlpipe.rollout.generators import (
 )
 from rlpipe.rollout.group_selection import GroupJudge
 from rlpipe.rollout.hooks.finished_rollout import FinishedRolloutHooks
+from rlpipe.rollout.image_checks import checked_image_reader
 from rlpipe.rollout.planner import Planner
 from rlpipe.rollout.pool import Pool
 from rlpipe.rollout.rollout_result import RolloutProgress, RolloutResult
 from rlpipe.rollout.rollout_rows import MemoryRows, PlanPart, StoredRows
-from rlpipe.rollout.rollout_settings import rollout_settings
+from rlpipe.rollout.rollout_settings import evaluation_settings, rollout_settings
 from rlpipe.rollout.sampler import run_rollout
 from rlpipe.slime.args import slime_args
+from rlpipe.store.images import OUTPUT, Images
 from rlpipe.store.objects.files import Files
 from rlpipe.types import DataState, Plan, Sample
 
@@ -122,7 +127,7 @@ class Generator:
             return
         self._client = GenerateClient(
             router_url,
-            vocab_size=self._model_config["vocab_size"],
+            vocab_size=self._resources.vocab_size,
             deadline_s=self._config.engine.request_timeout_s,
             samples_per_request=1 if on_gpus else SAMPLES_PER_REQUEST_ON_CPU,
             max_connections=self._requests_at_once,
@@ -264,6 +269,8 @@ class Generator:
         outputs["accuracy"] = metrics[f"eval/{name}/accuracy"]
         outputs["scored"] = len(rewards) - rewards.count(None)
         outputs["metrics"] = metrics
+        if images := {image[0] for sample in samples for image in sample.images}:
+            outputs[OUTPUT] = sorted(images)
         return {"files": [record], "outputs": outputs, "seconds": time.perf_counter() - start}
 
     async def _sample_held_out(
@@ -317,22 +324,9 @@ class Generator:
         self._tokenizer = load_tokenizer(
             model_dir, trust_remote_code=getattr(source, "trust_remote_code", False)
         )
-        data = config.data
-        rows = (
-            load_prompts(data.prompts, streaming=data.streaming_data, workers=data.num_data_workers)
-            if data.prompts
-            else ()
-        )
-        self._source = DataSource(
-            rows,
-            self._tokenizer,
-            data,
-            config.rollout,
-            config.run,
-            async_buffer_size=config.async_buffer_size,
-            model_context_len=prompt_context_len(config.rollout, self._model_config),
-            keep_messages=reads_messages(config.reward),
-        )
+        self._files = Files(spec.store_root)
+        self._images = checked_image_reader(config, model_dir)
+        self._source = self._create_source(config)
         # All prompts now, so that an error names file and line before the first rollout.
         self._source.check()
         self._overlong = {"data.prompts": self._source.overlong}
@@ -340,7 +334,6 @@ class Generator:
             dataset.name: self._evaluation_plan(dataset, held_out_key(number))
             for number, dataset in enumerate(config.evaluation.datasets)
         }
-        self._files = Files(spec.store_root)
         args = slime_args(config)
         self._planner = self._create_planner(config.rollout, args)
         self._end_ids = end_ids(model_dir, self._tokenizer.eos_token_id)
@@ -350,6 +343,7 @@ class Generator:
             self._model_config,
             model_dir,
             SglangReplies(self._tokenizer, config.engine.sglang),
+            image_requests(self._files, self._images, image_data),
         )
         self._engines = config.resources.num_engines
         self._slots = asyncio.Semaphore(self._groups_at_once(config.rollout))
@@ -365,6 +359,22 @@ class Generator:
         )
         self._finished_hooks = FinishedRolloutHooks(config.rollout, args, self._planner.custom)
         self._spec = spec  # last: after an error the next set-up loads everything again
+
+    def _create_source(self, config: RunConfig) -> DataSource:
+        data = config.data
+        reads = {"streaming": data.streaming_data, "workers": data.num_data_workers}
+        return DataSource(
+            load_prompts(data.prompts, **reads, image_key=data.image_key) if data.prompts else (),
+            self._tokenizer,
+            data,
+            config.rollout,
+            config.run,
+            async_buffer_size=config.async_buffer_size,
+            model_context_len=prompt_context_len(config.rollout, self._model_config),
+            keep_messages=reads_messages(config.reward),
+            images=self._images,
+            stored=Images(self._files),
+        )
 
     def _create_planner(self, rollout: RolloutConfig, args: Namespace) -> Planner:
         return Planner(
@@ -382,7 +392,11 @@ class Generator:
     def _evaluation_plan(self, dataset: EvalDataset, key: str) -> Plan:
         config = self._config
         sampling, _ = evaluation_settings(dataset, config.rollout, config.reward)
-        rows = with_metadata(load_prompts(dataset.prompts, key=key), dataset.metadata_overrides)
+        rows = with_metadata(
+            load_prompts(dataset.prompts, key=key, image_key=config.data.image_key),
+            dataset.metadata_overrides,
+        )
+        store_images(Images(self._files), rows)
         plan, overlong = evaluation_plan(
             dataset,
             rows,
@@ -393,6 +407,7 @@ class Generator:
             iteration=0,
             model_context_len=prompt_context_len(sampling, self._model_config, evaluation=True),
             keep_messages=reads_messages(dataset.reward or config.reward),
+            images=self._images,
         )
         self._overlong[f"evaluation.datasets: {dataset.name}"] = overlong
         return plan
@@ -475,13 +490,3 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
             task.cancel()
         await asyncio.wait(cancelled)
         await asyncio.sleep(0)  # lets the callers of the tasks run and remove their entries
-
-
-def evaluation_settings(
-    dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig
-) -> tuple[RolloutConfig, RewardConfig]:
-    """Return the sampling and reward settings of a held-out set: its own, else the run's.
-
-    The temperature is passed separately, because it may be 0.
-    """
-    return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward

@@ -28,11 +28,12 @@ import numpy as np
 import pyarrow as pa
 
 from rlpipe.batch.columns import BatchColumns, BatchPart, BatchSizes
+from rlpipe.batch.images import batch_images
 from rlpipe.batch.rows import RolloutRows, RowScalars, joined_tokens, ragged_or
 from rlpipe.errors import DataError, one_line
 from rlpipe.rewards.reward_rows import RewardRow
 from rlpipe.store.parquet.arrays import ragged, to_numpy
-from rlpipe.store.parquet.rows import EXPERTS, table_to_samples
+from rlpipe.store.parquet.rows import EXPERTS, table_to_samples, to_images
 from rlpipe.store.parquet.schema import SAMPLES
 from rlpipe.store.routed_experts import NOT_ROUTED
 from rlpipe.types import Sample, Status
@@ -116,7 +117,7 @@ class ChosenRows:
 
         `samples`: ascending numbers of samples in the batch.
         """
-        names = [*SCORED_COLUMNS, *([EXPERTS] if self.routed else [])]
+        names = [*SCORED_COLUMNS, "images", *([EXPERTS] if self.routed else [])]
         table = self.rows.read(samples, names)
         return replace(self._scored_columns(table, samples), part=BatchPart(self.sizes, samples))
 
@@ -125,7 +126,7 @@ class ChosenRows:
 
         Raises: DataError if a sample lacks a value that the batch needs.
         """
-        names = [*SCORED_COLUMNS, "rollout_log_probs"]
+        names = [*SCORED_COLUMNS, "images", "rollout_log_probs"]
         if self.routed:
             names.append(EXPERTS)
         if self.own_teacher:
@@ -159,6 +160,7 @@ class ChosenRows:
             loss_mask=_loss_mask(table, scalars, self.oldest),
             rollout=None if rollout is None else rollout[samples],
             routed_experts=self._experts(table, scalars) if self.routed else None,
+            images=batch_images(to_images(table["images"])),
         )
 
     def _log_probs(self, column: pa.ChunkedArray) -> np.ndarray | None:

@@ -216,7 +216,7 @@ class BatchColumns:
             return np.arange(len(self.tokens))
         return gather_index(_offsets(self.part.sizes.lengths), self.part.samples)
 
-    def with_columns(self, **columns: np.ndarray | None) -> BatchColumns:
+    def with_columns(self, **columns: Any) -> BatchColumns:
         """Return the same samples with other columns."""
         return replace(self, **columns)
 
@@ -240,6 +240,30 @@ class BatchColumns:
             routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
             images=None if self.images is None else self.images.select(samples),
             **selected,
+        )
+
+    def cut_before(self, token: int) -> BatchColumns:
+        """Return the samples as a batch of their own, with responses that end before a token.
+
+        A response without the token stays as it is.
+        """
+        is_response = np.ones(len(self.tokens), bool)
+        for start, length in zip(self.offsets, self.prompt_lengths, strict=False):
+            is_response[start : start + length] = False
+        kept = np.zeros(0, bool)
+        for response in np.split(self.tokens[is_response], self.response_offsets[1:-1]):
+            kept = np.append(kept, np.cumsum(response == token) == 0)
+        in_tokens = ~is_response
+        in_tokens[is_response] = kept
+        lengths = np.diff(_offsets(in_tokens)[self.offsets])
+        columns = {name: getattr(self, name) for name in RESPONSE_COLUMNS}
+        return replace(
+            self,
+            tokens=self.tokens[in_tokens],
+            offsets=_offsets(lengths),
+            part=None,
+            routed_experts=None if self.routed_experts is None else self.routed_experts[in_tokens],
+            **{name: None if column is None else column[kept] for name, column in columns.items()},
         )
 
     def split(self, column: np.ndarray) -> list[np.ndarray]:

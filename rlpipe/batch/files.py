@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from rlpipe.batch.build import Batch
 from rlpipe.batch.columns import RESPONSE_COLUMNS, BatchColumns, BatchPart, BatchSizes
+from rlpipe.batch.images import batch_images
 from rlpipe.batch.packing import PackingPlan
 from rlpipe.errors import ObjectCorrupt
 from rlpipe.rewards.reward_rows import RewardRow
@@ -36,10 +37,12 @@ from rlpipe.store.parquet.arrays import from_experts, from_ragged, lengths, ragg
 from rlpipe.store.parquet.rows import (
     EXPERTS,
     TOKEN_COLUMNS,
+    image_values,
     rewards_to_table,
     samples_to_table,
     table_to_rewards,
     table_to_samples,
+    to_images,
 )
 from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, StoredTable, make_table
 from rlpipe.store.parquet.shards import (
@@ -187,6 +190,8 @@ def _batch_table(
     for name in FLOAT_COLUMNS:
         if (column := getattr(columns, name)) is not None:
             values[name] = from_ragged(column, offsets, pa.float32())
+    if columns.images is not None:
+        values["images"] = image_values(columns.images.references())
     if columns.routed_experts is not None:
         rows = np.split(columns.routed_experts, columns.offsets[1:-1])
         values["routed_experts"] = from_experts(rows)
@@ -373,6 +378,7 @@ def _batch_columns(table: pa.Table) -> BatchColumns:
         loss_mask=ragged(table["loss_mask"])[0].astype(np.float32),
         rollout=None if table["rollout"].null_count else table["rollout"].to_numpy(),
         routed_experts=_experts(table, len(tokens)),
+        images=batch_images(to_images(table["images"])),
         **floats,
     )
 

@@ -9,12 +9,13 @@ Legend: N samples, I images, L tokens of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rlpipe.errors import DataError
+from rlpipe.types import Image
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -42,9 +43,30 @@ class BatchImages:
             pixels=self.pixels,
         )
 
+    def references(self) -> list[list[Image]]:
+        """Return the references to the images of each sample."""
+        every = [
+            (digest, int(rows), int(columns))
+            for digest, (_, rows, columns) in zip(self.digests, self.grids.tolist(), strict=True)
+        ]
+        return [every[self.of_sample(sample)] for sample in range(len(self.offsets) - 1)]
+
     def of_sample(self, sample: int) -> slice:
         """Return the images of a sample, as a slice of `grids` and `digests`."""
         return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
+
+
+def batch_images(images: Sequence[Sequence[Image]]) -> BatchImages | None:
+    """Return the images of samples, without pixels; None if no sample has any."""
+    if not any(images):
+        return None
+    every = [image for row in images for image in row]
+    return BatchImages(
+        offsets=np.cumsum([0, *map(len, images)], dtype=np.int64),
+        grids=np.array([(1, rows, columns) for _, rows, columns in every], np.int64),
+        digests=tuple(digest for digest, _, _ in every),
+        pixels={},
+    )
 
 
 def placed(

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.system.model_files import text_model
 from rlpipe.types import Record
 
 MicroBatch = tuple[int, ...]
@@ -215,6 +216,7 @@ def attention_length(config: Mapping[str, Any]) -> float:
     at L = P / (h d), which is 12 × hidden size for P = 12 × hidden². Of a mixture of experts only
     the chosen experts count.
     """
+    config = text_model(config)
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or hidden // heads

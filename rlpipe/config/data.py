@@ -156,6 +156,10 @@ class DataConfig(Config):
 
     prompts: PromptSource | None = None
     """Source of prompts; None: rollout.data_source_path gives prompts."""
+    multimodal_keys: dict[Literal["image"], str] | None = None
+    """`{image: NAME}`: the column with the images of a row, for a model that reads images: paths,
+    URLs, base64 or bytes, one or a list. The prompt has `<image>`, or a message part of type
+    `image`, in the place of each. None: prompts are text."""
     apply_chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -191,6 +195,11 @@ class DataConfig(Config):
     streaming_data: bool = Tuning(False)
     """Read rows from their files when they are drawn. False: keep all rows in memory. Order and
     results are the same."""
+
+    @property
+    def image_key(self) -> str | None:
+        """Column with the images; None: prompts are text."""
+        return (self.multimodal_keys or {}).get("image")
 
 
 class ReasoningGymReward(Config):

@@ -19,7 +19,8 @@ from rlpipe.config.data import DataConfig, FilePrompts
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import RunConfig
 from rlpipe.data.prompts import PROMPTS_KEY, PromptRow, held_out_key, load_prompts
-from rlpipe.data.tokens import encode_prompt, load_tokenizer, prompt_limit
+from rlpipe.data.tokenizer import load_tokenizer
+from rlpipe.data.tokens import encode_prompt, prompt_limit
 from rlpipe.model_dir import prompt_context_len
 from rlpipe.system.model_files import read_object
 
@@ -35,7 +36,9 @@ def file_rows(config: RunConfig) -> list[Sequence[PromptRow]]:
     sources = [config.data.prompts, *(dataset.prompts for dataset in config.evaluation.datasets)]
     keys = source_keys(config)
     return [
-        load_prompts(source, key=key) if isinstance(source, FilePrompts) else ()
+        load_prompts(source, key=key, image_key=config.data.image_key)
+        if isinstance(source, FilePrompts)
+        else ()
         for source, key in zip(sources, keys, strict=True)
     ]
 
@@ -77,6 +80,8 @@ def _check(
     directory: Path,
 ) -> None:
     limit, _ = prompt_limit(data, rollout, 1, context_len)
+    # The generator counts the tokens of images.
+    rows = [row for row in rows if not row.images]
     longest = heapq.nlargest(LONGEST_ROWS, rows, key=lambda row: len(_text(row)))
     suspects = _longer_than(longest, limit, directory / "tokenizer.json")
     if not suspects:

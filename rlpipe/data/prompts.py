@@ -19,9 +19,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlpipe.config.data import FilePrompts, PromptSource, SeedPrompts, VerifiersPrompts
+from rlpipe.data.image_files import ImageFile, take_images
 from rlpipe.data.preferences import preference
 from rlpipe.data.prompt_files import FileRows, excerpt, read_bytes, split_slice
 from rlpipe.data.verifiers_tasks import TASK_KEY, read_tasks
@@ -52,14 +53,27 @@ class PromptRow:
     where: str = ""
     rejected: str | None = None
     """The rejected response of a preference row; `label` is the chosen one."""
+    images: tuple[ImageFile, ...] = ()
+    """In the order of their places in the prompt."""
+
+
+class ImageColumn(NamedTuple):
+    """The column of the images of a file."""
+
+    name: str
+    folder: str
+    """Folder of the file."""
 
 
 class StreamedPrompts(Sequence[PromptRow]):
     """Rows that are read from their files on access. Each row was checked once before."""
 
-    def __init__(self, source: FilePrompts, files: Sequence[FileRows], key: str) -> None:
+    def __init__(
+        self, source: FilePrompts, files: Sequence[FileRows], key: str, image_key: str | None
+    ) -> None:
         self._source = source
         self._key = key
+        self._image_key = image_key
         self._files = files
 
     def __len__(self) -> int:
@@ -74,17 +88,24 @@ class StreamedPrompts(Sequence[PromptRow]):
         for rows in self._files:
             if index < len(rows):
                 where, content = rows.read(index)
-                return _prompt_row(content, self._source, where, self._key)
+                column = _image_column(self._image_key, rows)
+                return _prompt_row(content, self._source, where, self._key, column)
             index -= len(rows)
         raise AssertionError("unreachable")
 
 
 def load_prompts(
-    source: PromptSource, *, streaming: bool = False, workers: int = 0, key: str = PROMPTS_KEY
+    source: PromptSource,
+    *,
+    streaming: bool = False,
+    workers: int = 0,
+    key: str = PROMPTS_KEY,
+    image_key: str | None = None,
 ) -> Sequence[PromptRow]:
     """Return all rows of a source in its order, each checked.
 
-    `key`: dotted key of the source, for errors.
+    `key`: dotted key of the source, for errors. `image_key`: column of the images in files; None:
+    prompts are text.
     Raises: DataError for a file that is missing, empty or unreadable, and for a bad row;
     ConfigError for an unknown task, argument or format.
     """
@@ -102,10 +123,12 @@ def load_prompts(
 
         return make_questions(source, key)
     if streaming:
-        files = _map_paths(partial(_index_file, source=source, key=key), source.paths, workers)
+        index = partial(_index_file, source=source, key=key, image_key=image_key)
+        files = _map_paths(index, source.paths, workers)
         _check_overlap([rows.row_range for rows in files], source.paths, key)
-        return StreamedPrompts(source, files, key)
-    parts = _map_paths(partial(_read_file, source=source, key=key), source.paths, workers)
+        return StreamedPrompts(source, files, key, image_key)
+    read = partial(_read_file, source=source, key=key, image_key=image_key)
+    parts = _map_paths(read, source.paths, workers)
     _check_overlap([row_range for row_range, _ in parts], source.paths, key)
     return [row for _, rows in parts for row in rows]
 
@@ -185,17 +208,28 @@ def _map_paths(read: Callable[[str], Part], paths: Sequence[str], workers: int) 
         return list(pool.map(read, paths))
 
 
-def _read_file(path: str, source: FilePrompts, key: str) -> tuple[RowRange, list[PromptRow]]:
+def _read_file(
+    path: str, source: FilePrompts, key: str, image_key: str | None
+) -> tuple[RowRange, list[PromptRow]]:
     rows = FileRows(path, key)
-    return rows.row_range, [_prompt_row(content, source, where, key) for where, content in rows]
+    column = _image_column(image_key, rows)
+    return rows.row_range, [
+        _prompt_row(content, source, where, key, column) for where, content in rows
+    ]
 
 
-def _index_file(path: str, source: FilePrompts, key: str) -> FileRows:
+def _index_file(path: str, source: FilePrompts, key: str, image_key: str | None) -> FileRows:
     rows = FileRows(path, key)
+    column = _image_column(image_key, rows)
     for where, content in rows:
-        _prompt_row(content, source, where, key)
+        _prompt_row(content, source, where, key, column)
     rows.release()
     return rows
+
+
+def _image_column(image_key: str | None, rows: FileRows) -> ImageColumn | None:
+    folder = rows.row_range[0].rpartition("/")[0]
+    return None if image_key is None else ImageColumn(image_key, folder)
 
 
 def file_digests(source: PromptSource) -> list[str]:
@@ -206,9 +240,16 @@ def file_digests(source: PromptSource) -> list[str]:
 
 
 def _prompt_row(
-    content: dict[str, Any], source: FilePrompts, where: str, key: str = PROMPTS_KEY
+    content: dict[str, Any],
+    source: FilePrompts,
+    where: str,
+    key: str = PROMPTS_KEY,
+    column: ImageColumn | None = None,
 ) -> PromptRow:
-    """Convert a row of a file. `key`: of the source. Raises: DataError if the row is not valid."""
+    """Convert a row of a file. Raises: DataError if the row is not valid.
+
+    `key`: of the source. `column`: of the images; None: prompts are text.
+    """
     label = None
     rejected = None
     if source.rejected_key is not None:
@@ -220,6 +261,9 @@ def _prompt_row(
         if source.label_pattern is not None:
             label = _matched(label, source.label_pattern, f"{key}.label_pattern", of_label)
     of_prompt = in_column(where, source.input_key)
+    images: tuple[ImageFile, ...] = ()
+    if column is not None:
+        content, images = _without_images(content, source.input_key, column, where)
     if source.rejected_key is None:
         prompt = _prompt(_value(content, source.input_key, f"{key}.input_key", where), of_prompt)
     else:
@@ -230,18 +274,43 @@ def _prompt_row(
         prompt, label, rejected = preference(prompt, label, other, where)
     if source.prompt_format != PLAIN_PROMPT:
         prompt = _formatted(prompt, source.prompt_format, key, of_prompt)
+    metadata = _with_tools(content, source, where, key)
+    return PromptRow(prompt, label, metadata, where, rejected, images)
+
+
+def _without_images(
+    content: dict[str, Any], input_key: str, column: ImageColumn, where: str
+) -> tuple[dict[str, Any], tuple[ImageFile, ...]]:
+    """Return a row whose prompt has no contents of images, which are no JSON; and the images.
+
+    Raises: as `take_images`.
+    """
+    prompt = content.get(input_key)
+    is_messages = isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt)
+    if not is_messages and not isinstance(prompt, str):
+        return content, ()  # `_prompt` names the problem
+    prompt, images = take_images(
+        prompt, content.get(column.name), in_column(where, column.name), folder=column.folder
+    )
+    return {**content, input_key: prompt}, images
+
+
+def _with_tools(
+    content: dict[str, Any], source: FilePrompts, where: str, key: str
+) -> dict[str, Any]:
+    """Return the metadata of a row, with its tools. Raises: DataError."""
     metadata = _metadata(content, source.metadata_key, where)
-    if (tools := _tools(content, source.tool_key, where)) is not None:
-        if "tools" in metadata:
-            raise DataError(
-                "the row has tools in two columns",
-                where=where,
-                found=f"column {source.tool_key!r} ({key}.tool_key), and the entry 'tools' of "
-                f"column {source.metadata_key!r} ({key}.metadata_key)",
-                do="keep one of them",
-            )
-        metadata = {**metadata, "tools": tools}
-    return PromptRow(prompt, label, metadata, where, rejected)
+    if (tools := _tools(content, source.tool_key, where)) is None:
+        return metadata
+    if "tools" in metadata:
+        raise DataError(
+            "the row has tools in two columns",
+            where=where,
+            found=f"column {source.tool_key!r} ({key}.tool_key), and the entry 'tools' of "
+            f"column {source.metadata_key!r} ({key}.metadata_key)",
+            do="keep one of them",
+        )
+    return {**metadata, "tools": tools}
 
 
 def _require_pair(content: dict[str, Any], source: FilePrompts, key: str, where: str) -> None:

@@ -25,7 +25,8 @@ from rlpipe.config.data import DataConfig, FilePrompts
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompt_files import FileRows, split_slice
 from rlpipe.data.prompts import PromptRow, load_prompts
-from rlpipe.data.tokens import encode_supervised, load_tokenizer, render
+from rlpipe.data.tokenizer import load_tokenizer
+from rlpipe.data.tokens import encode_supervised, render
 from rlpipe.slime.sample import Sample
 from rlpipe.slime.utilities import load_function
 from rlpipe.types import Message

@@ -31,11 +31,14 @@ from rlpipe.data.tokens import (
     encode_supervised,
 )
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.store.images import Images
 from rlpipe.store.labels import label_text
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlpipe.data.image_reader import ImageReader
 
 
 class DataSource:
@@ -55,12 +58,15 @@ class DataSource:
         async_buffer_size: int = 0,
         model_context_len: int | None = None,
         keep_messages: bool = False,
+        images: ImageReader | None = None,
+        stored: Images | None = None,
     ):
         """Create the source of a branch.
 
         `async_buffer_size`: largest staleness of a trained token. `model_context_len`: longest
         prompt + response of the model; None: no limit of prompts. `keep_messages`: keep the
-        messages of rendered prompts as `metadata.messages`.
+        messages of rendered prompts as `metadata.messages`. `images`: how the model reads images;
+        None: a model of text. `stored`: where the images of drawn rows are stored.
 
         Raises: DataError without rows, unless a user's source provides them (`draw` of `plan`).
         """
@@ -78,6 +84,8 @@ class DataSource:
         self._branch = branch
         self._async_buffer_size = async_buffer_size
         self._model_context_len = model_context_len
+        self._images = images
+        self._stored = stored
         self._keep_messages = keep_messages or rollout.samples_by_user_function
         # A plan can span two epochs.
         self._order = lru_cache(maxsize=2)(self._shuffled)
@@ -232,6 +240,8 @@ class DataSource:
         return groups, DataState(epoch=epoch, offset=offset, draws=draws + count)
 
     def _group(self, row: PromptRow, group_id: str) -> PlannedGroup:
+        if self._stored is not None:
+            store_images(self._stored, [row])
         return _planned_group(
             row,
             self._encode(row),
@@ -245,13 +255,16 @@ class DataSource:
         if row.rejected is not None:
             return encode_preference(self._tokenizer, row, self._data, self._rollout)
         if self._rollout.type == "dataset":
-            return encode_supervised(self._tokenizer, row, self._data, self._rollout)
+            return encode_supervised(
+                self._tokenizer, row, self._data, self._rollout, images=self._images
+            )
         return encode_prompt(
             self._tokenizer,
             row,
             self._data,
             self._rollout,
             model_context_len=self._model_context_len,
+            images=self._images,
         )
 
     def _shuffled(self, epoch: int) -> Sequence[int]:
@@ -371,6 +384,7 @@ def evaluation_plan(
     iteration: int,
     model_context_len: int | None = None,
     keep_messages: bool = False,
+    images: ImageReader | None = None,
 ) -> tuple[Plan, tuple[Overlong, ...]]:
     """Return the plan of a held-out set, and the rows that `data.overlong_prompts` drops or cuts.
 
@@ -383,7 +397,9 @@ def evaluation_plan(
     # `type: dataset` would give the groups their labels as responses.
     sampled = rollout.model_copy(update={"type": "sample"})
     encoded = [
-        encode_prompt(tokenizer, row, data, sampled, model_context_len=model_context_len)
+        encode_prompt(
+            tokenizer, row, data, sampled, model_context_len=model_context_len, images=images
+        )
         for row in rows
     ]
     overlong = {
@@ -409,6 +425,14 @@ def evaluation_plan(
         branch=branch, iteration=iteration, groups=groups, before=DataState(), after=DataState()
     )
     return plan, tuple(overlong.values())
+
+
+def store_images(stored: Images, rows: Iterable[PromptRow]) -> None:
+    """Store the images of rows. Raises: DataError if a file has changed since the rows were read;
+    StoreError."""
+    for row in rows:
+        for image in row.images:
+            stored.add(image.sha256, image.read)
 
 
 def sample_seed(rollout_seed: int, group_id: str, index: int) -> int:
@@ -437,6 +461,7 @@ def _planned_group(
         group_id=group_id,
         prompt=encoded.prompt,
         prompt_ids=encoded.prompt_ids,
+        images=encoded.images,
         label=label_text(row.label),
         metadata=_with_messages(row, encoded.prompt, data) if keep_messages else row.metadata,
         seeds=tuple(

@@ -4,17 +4,13 @@ A plain prompt is tokenized without special tokens; a chat template writes its o
 response are always tokenized separately, so that a supervised row has exactly the prompt ids from
 which a rollout would sample.
 
-Entry points: `load_tokenizer`, `encode_prompt`, `encode_supervised`, `render`.
+Entry points: `encode_prompt`, `encode_supervised`, `render`.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -25,27 +21,12 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.chat_templates import fields, no_template_error
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.system.imports import quick_imports
-from rlpipe.system.model_files import read_object
-from rlpipe.types import Message, Prompt
+from rlpipe.types import Image, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-PLAIN = ("transformers.tokenization_utils_tokenizers", "TokenizersBackend")
-QWEN = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")
-CLASSES = {
-    "PreTrainedTokenizerFast": PLAIN,
-    "TokenizersBackend": PLAIN,
-    "Qwen2Tokenizer": QWEN,
-    "Qwen2TokenizerFast": QWEN,
-}
-"""Module and name of the class that `AutoTokenizer` takes for a `tokenizer_class`, for the model
-types below."""
-MODEL_TYPES = ("qwen3", "qwen3_moe")
-GGUF = "transformers.modeling_gguf_pytorch_utils"
-"""Module with the reader of GGUF files, which the tokenizers import. The module imports torch."""
+    from rlpipe.data.image_reader import ImageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +42,8 @@ class Encoded:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
     loss_mask: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()
+    """Images of the prompt, in the order of their tokens."""
     rejected_ids: tuple[int, ...] = ()
     """The rejected response of a preference row; `response_ids` is the chosen one."""
     overlong: Overlong | None = None
@@ -97,71 +80,6 @@ class Overlong:
         )
 
 
-def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a Hugging Face model directory.
-
-    Raises: ConfigError if the directory does not exist or has no loadable tokenizer.
-    """
-    if not Path(directory).is_dir():
-        raise ConfigError(
-            "no such model directory", where="model.source.hf_checkpoint", found=directory
-        )
-    try:
-        with quick_imports():
-            # local_files_only: a missing file must not become a request to the Hugging Face hub.
-            if known := _known_class(Path(directory)):
-                return known.from_pretrained(directory, local_files_only=True)
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(
-                directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            "the model directory has no tokenizer that can be loaded",
-            where="model.source.hf_checkpoint",
-            found=f"{directory}: {error}",
-            expected="tokenizer.json and tokenizer_config.json",
-        ) from error
-
-
-def _known_class(directory: Path) -> Any:
-    """Return the class that `AutoTokenizer` would choose for a directory; None if not known here.
-
-    `AutoTokenizer` imports torch, torch._dynamo, sympy and accelerate, which no tokenizer uses. The
-    import takes 8 CPU seconds on a busy machine; that of the class alone takes 1.5.
-    """
-    files = [directory / "config.json", directory / "tokenizer_config.json"]
-    if not all(path.is_file() for path in (*files, directory / "tokenizer.json")):
-        return None
-    model, settings = (read_object(path, "model.source") for path in files)
-    found = CLASSES.get(str(settings.get("tokenizer_class")))
-    if model.get("model_type") not in MODEL_TYPES or "auto_map" in settings or found is None:
-        return None
-    import transformers  # noqa: F401 - the parent of the replaced module
-
-    replaces = GGUF not in sys.modules
-    if replaces:
-        sys.modules[GGUF] = _gguf_without_torch()
-    try:
-        module = import_module(found[0])
-    finally:
-        if replaces:
-            del sys.modules[GGUF]
-    return getattr(module, found[1])
-
-
-def _gguf_without_torch() -> ModuleType:
-    """Return a module with the one function that tokenizers import from `GGUF`."""
-
-    def load_gguf_checkpoint(*arguments: Any, **keywords: Any) -> Any:
-        return import_module(GGUF).load_gguf_checkpoint(*arguments, **keywords)
-
-    module = ModuleType(GGUF)
-    vars(module)["load_gguf_checkpoint"] = load_gguf_checkpoint
-    return module
-
-
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     row: PromptRow,
@@ -169,10 +87,12 @@ def encode_prompt(
     rollout: RolloutConfig,
     *,
     model_context_len: int | None = None,
+    images: ImageReader | None = None,
 ) -> Encoded:
     """Encode the prompt of a row that will be sampled.
 
-    `model_context_len`: longest prompt + response of the model; None: no limit.
+    `model_context_len`: longest prompt + response of the model; None: no limit. `images`: how the
+    model reads images; None: a model of text.
 
     A user function may get messages as they are, without a chat template, as in slime. Their ids
     are those of their texts, and their length is not checked: the function renders them.
@@ -183,13 +103,22 @@ def encode_prompt(
     is_kept = rollout.samples_by_user_function and not data.apply_chat_template
     if is_kept and not isinstance(row.prompt, str):
         return Encoded(row.prompt, _token_ids(tokenizer, _texts(row.prompt)))
+    if images is not None:
+        row = images.shown(row, data, tokenizer)
     text = render(tokenizer, row.prompt, data, where=row.where, tools=row.metadata.get("tools"))
     encoded = Encoded(text, _token_ids(tokenizer, text))
+    if images is not None:
+        encoded = images.expanded(encoded, row)
     return _within_limits(tokenizer, encoded, row.where, data, rollout, model_context_len)
 
 
 def encode_supervised(
-    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
+    tokenizer: PreTrainedTokenizerBase,
+    row: PromptRow,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    *,
+    images: ImageReader | None = None,
 ) -> Encoded:
     """Encode a row with its answer as the response.
 
@@ -209,10 +138,14 @@ def encode_supervised(
             found=type(row.label).__name__,
             expected="a string in the column that data.prompts.label_key names",
         )
+    if images is not None:
+        row = images.shown(row, data, tokenizer)
     if data.apply_chat_template:
         encoded = _encode_chat(tokenizer, row, data, rollout)
     else:
         encoded = _encode_plain(tokenizer, row, data)
+    if images is not None:
+        encoded = images.expanded(encoded, row)
     return _within_limits(tokenizer, encoded, row.where, data, rollout, None)
 
 
@@ -460,6 +393,14 @@ def _cut_left(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Ov
             where=overlong.where,
             found=f"an answer of {len(encoded.response_ids)} tokens",
             expected=f"a shorter answer, or a larger limit ({overlong.setting})",
+        )
+    if encoded.images:
+        raise DataError(
+            "a prompt with images cannot be cut",
+            where=overlong.where,
+            found=f"{overlong.tokens} tokens",
+            expected=f"at most {overlong.limit} ({overlong.setting})",
+            do="set data.overlong_prompts: drop",
         )
     kept = encoded.prompt_ids[-overlong.limit :]
     prompt = encoded.prompt

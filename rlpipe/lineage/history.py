@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlpipe.config.data import EvalDataset
 from rlpipe.config.load import dump, validate_stored
 from rlpipe.config.run import RunConfig
 from rlpipe.lineage.continuation import changed_settings, differing
+from rlpipe.lineage.shown_images import shown_images
 from rlpipe.lineage.stage_inputs import eval_inputs
 from rlpipe.observe.pages import FLOW_RUN_TITLE, SAMPLES_PAGE, SAMPLES_TITLE
 from rlpipe.observe.run_history import (
@@ -248,7 +250,15 @@ class HistoryReader:
         after = _first_samples(read_samples(self._files, nodes[-1], tokens=False))
         groups = [group_id for group_id in before if group_id in after]
         shown = groups[: self._config.observe.samples_in_report]
-        return [_change(before[group_id], after[group_id]) for group_id in shown]
+        changes = [_change(before[group_id], after[group_id]) for group_id in shown]
+        images = [[image[0] for image in before[group_id].images] for group_id in shown]
+        pictures = shown_images(self._files, (digest for row in images for digest in row))
+        return [
+            replace(
+                change, pictures=tuple(pictures[digest] for digest in row if digest in pictures)
+            )
+            for change, row in zip(changes, images, strict=True)
+        ]
 
 
 def _reward(node: Node | None) -> dict[str, dict[str, Any]]:

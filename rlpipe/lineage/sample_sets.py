@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from rlpipe.lineage.rollouts import find, iterations, sample_rows, unfinished
+from rlpipe.lineage.shown_images import shown_images
 from rlpipe.lineage.token_rows import (
     Decode,
     evaluation_rows,
@@ -94,7 +95,9 @@ def write_samples(
     sets, about = sample_sets(files, run, decode, only=only, evaluations=evaluations, most=most)
     if decode is None:
         about += " Without a tokenizer, tokens are numbers."
-    return write_viewer(run, about, sets, path, links=links)
+    digests = (digest for one in sets for sample in one.samples for digest in sample.images)
+    pictures = shown_images(files, digests)
+    return write_viewer(run, about, sets, path, links=links, pictures=pictures)
 
 
 def write_run_samples(

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from rlpipe.config.load import validate_stored
 from rlpipe.config.model import HuggingFaceModel
-from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, ObjectMissing
 from rlpipe.lineage.rollouts import StoredRollout
 from rlpipe.model_dir import model_fingerprint, present_directory
@@ -170,6 +170,7 @@ def _shown(
         error=row["error"],
         status=row["status"],
         fate=fate,
+        images=tuple(image["sha256"] for image in row.get("images") or ()),
     )
 
 

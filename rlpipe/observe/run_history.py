@@ -82,6 +82,8 @@ class SampleChange:
     label: str | None = None
     reward_before: float | None = None
     reward_after: float | None = None
+    pictures: tuple[str, ...] = ()
+    """Data URIs of the images of the prompt."""
 
 
 @dataclass(slots=True)

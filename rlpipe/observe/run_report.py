@@ -252,14 +252,17 @@ def _samples(history: RunHistory) -> str:
 
 
 def _sample(sample: SampleChange, labelled: bool) -> str:
-    cells = [_cell(sample.prompt)] + ([_cell(sample.label or "")] if labelled else [])
+    cells = [_cell(sample.prompt, pictures=sample.pictures)] + (
+        [_cell(sample.label or "")] if labelled else []
+    )
     cells += [_cell(sample.before, sample.reward_before), _cell(sample.after, sample.reward_after)]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _cell(text: str, reward: float | None = None) -> str:
+def _cell(text: str, reward: float | None = None, pictures: Sequence[str] = ()) -> str:
     if reward is None:
-        return f'<td><div class="text">{escape(text)}</div></td>'
+        images = "".join(f'<img src="{escape(uri)}" alt="image of the prompt">' for uri in pictures)
+        return f'<td>{images}<div class="text">{escape(text)}</div></td>'
     correct = reward >= 1
     mark = ("✓" if correct else "✗") if reward in (0, 1) else number(reward)
     kind = "right" if correct else "wrong" if reward <= 0 else "partly"

@@ -280,8 +280,14 @@ function cards(samples) {
   return make("div", { class: short ? "cards short" : "cards" }, ...samples.map(card));
 }
 
+function pictures(group) {
+  const shown = (PAGE.images[group.prompt] || []).filter((digest) => PAGE.pictures[digest]);
+  return shown.map((digest) => make("img", { src: PAGE.pictures[digest], alt: `image ${digest.slice(0, 12)}`, title: digest }));
+}
+
 function prompt(group) {
   return [
+    ...pictures(group),
     make("div", { class: "prompt text" }, PAGE.prompts[group.prompt]),
     group.label === undefined ? null : make("p", { class: "label" }, "expected: ", make("span", {}, group.label)),
   ];

@@ -30,6 +30,10 @@ NO_SCRIPT = (
 )
 
 
+PromptKey = tuple[str, tuple[str, ...]]
+"""Text of a prompt, and digests of its images."""
+
+
 @dataclass(frozen=True)
 class ShownSample:
     """One response. Token columns have one entry per token, or are None if not recorded."""
@@ -54,6 +58,8 @@ class ShownSample:
     status: str = "completed"
     fate: str = ""
     """Outcome of its group: trained, dropped with a reason, buffered or evaluated."""
+    images: tuple[str, ...] = ()
+    """Digests of the images of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,13 @@ def write_viewer(
     path: str | Path,
     *,
     links: Mapping[str, str] | None = None,
+    pictures: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the page atomically and return its path. `links`: title → address of other pages."""
-    return write_whole(Path(path), render(title, about, sets, links=links))
+    """Write the page atomically and return its path.
+
+    `links`: title → address of other pages. `pictures`: digest of an image → data URI.
+    """
+    return write_whole(Path(path), render(title, about, sets, links=links, pictures=pictures))
 
 
 def render(
@@ -85,13 +95,15 @@ def render(
     sets: Sequence[ShownSet],
     *,
     links: Mapping[str, str] | None = None,
+    pictures: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the page as HTML."""
+    """Return the page as HTML. Arguments as `write_viewer`."""
     header = (
         f'<header><div class="eyebrow">rlpipe samples</div><h1>{escape(title)}</h1>'
         f"<p>{escape(about)}</p>{navigation(links or {})}</header>"
     )
-    data = json.dumps(_page(sets), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    page = _page(sets, pictures or {})
+    data = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # "<" is the only character that could end or change the script element.
     embedded = data.replace("<", "\\u003c")
     body = (
@@ -102,9 +114,9 @@ def render(
     return html_page(f"{title} · samples", body, styles=("report.css", "viewer.css"))
 
 
-def _page(sets: Sequence[ShownSet]) -> dict[str, Any]:
-    """Return the data of the page: sets of groups of samples, and each prompt once."""
-    prompts: dict[str, int] = {}
+def _page(sets: Sequence[ShownSet], pictures: Mapping[str, str]) -> dict[str, Any]:
+    """Return the data of the page: sets of groups of samples, and each prompt and picture once."""
+    prompts: dict[PromptKey, int] = {}
     samples = [sample for one in sets for sample in one.samples]
     return {
         "sets": [
@@ -120,7 +132,9 @@ def _page(sets: Sequence[ShownSet]) -> dict[str, Any]:
         ],
         "first": _opening(sets),
         # After the groups, which number the prompts.
-        "prompts": list(prompts),
+        "prompts": [text for text, _ in prompts],
+        "pictures": dict(pictures),
+        "images": [list(images) for _, images in prompts] if pictures else [],
         "largest": {
             "advantage": _largest(sample.advantages for sample in samples),
             "difference": _largest(sample.differences for sample in samples),
@@ -144,9 +158,9 @@ def _largest(columns: Iterable[Sequence[float] | None]) -> float:
     return _short(max((value for value in values if math.isfinite(value)), default=0.0)) or 0.0
 
 
-def _group(group: str, samples: list[ShownSample], prompts: dict[str, int]) -> dict[str, Any]:
+def _group(group: str, samples: list[ShownSample], prompts: dict[PromptKey, int]) -> dict[str, Any]:
     first = samples[0]
-    number = prompts.setdefault(first.prompt, len(prompts))
+    number = prompts.setdefault((first.prompt, first.images), len(prompts))
     entry = {
         "id": group,
         "prompt": number,

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.errors import DataError, EngineError
 from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.client.image_requests import ImageRequests
 from rlpipe.rollout.generation import Generation, merged_runs
 from rlpipe.store.labels import label_value
 from rlpipe.store.routed_experts import within
@@ -68,8 +69,8 @@ class SingleTurn:
     `decode` turns response ids into text. `context_len` is the limit for prompt plus response; a
     response is shortened to fit. `seeded` sends one request per sample with the sample's seed; only
     engines started with `enable_deterministic_inference` use the seed. `routed` stores the experts
-    that the engine routed the tokens to. After `stop` is set, aborted responses are returned as
-    they are.
+    that the engine routed the tokens to. `images` reads the images of prompts. After `stop` is set,
+    aborted responses are returned as they are.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class SingleTurn:
         seeded: bool = False,
         routed: bool = False,
         stop: asyncio.Event | None = None,
+        images: ImageRequests | None = None,
     ) -> None:
         self.client = client
+        self.images = images
         self.sampling = sampling
         self.decode = decode
         self.context_len = context_len
@@ -106,6 +109,7 @@ class SingleTurn:
             so_far=earlier or None,
             stop=self.stop,
             routed_from=0 if self.routed else None,
+            images=await self.images.of(group.images) if self.images else None,
             where=f"group {group.group_id}",
         )
         finished = {sample.index: sample for sample in so_far if sample.status in FINISHED}
@@ -204,6 +208,7 @@ def planned_sample(group: PlannedGroup, index: int) -> Sample:
         index=index,
         prompt=group.prompt,
         prompt_ids=list(group.prompt_ids),
+        images=list(group.images),
         label=label_value(group.label),
         metadata=dict(group.metadata),
         seed=group.seeds[index],

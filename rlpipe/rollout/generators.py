@@ -29,6 +29,7 @@ from rlpipe.rollout.agent.gateway import Gateway, GatewayPorts
 from rlpipe.rollout.agent.replies import ReplyFormat
 from rlpipe.rollout.agent.routes import agent_routes
 from rlpipe.rollout.client.generate_client import GenerateClient
+from rlpipe.rollout.client.image_requests import ImageRequests
 from rlpipe.rollout.environments.loaded import Environment, load_environment
 from rlpipe.rollout.generate import (
     FINISHED,
@@ -53,6 +54,7 @@ from rlpipe.rollout.tool_calls import Hermes, Tags
 from rlpipe.rollout.tools import Tool, load_tools
 from rlpipe.slime.args import slime_args
 from rlpipe.store.routed_experts import routed_width
+from rlpipe.system.model_files import text_model
 from rlpipe.types import PlannedGroup, Sample, Status
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class RolloutResources:
     rollout_function: Callable[..., Any] | None
     eval_function: Callable[..., Any] | None
     sample_hooks: SampleHooks
+    images: ImageRequests | None = None
+    """Reads the images of prompts. None: a model of text."""
     reply_format: ReplyFormat | None = None
     """Format of tool calls and reasoning in an agent's conversations. None: no calls are read."""
     gateway_ports: GatewayPorts = field(default_factory=GatewayPorts)
@@ -102,6 +106,7 @@ class RolloutResources:
         model: dict[str, Any],
         model_dir: str,
         reply_format: ReplyFormat | None = None,
+        images: ImageRequests | None = None,
     ) -> RolloutResources:
         """Load the tools and user functions of a run. `model` is the content of config.json.
 
@@ -119,7 +124,7 @@ class RolloutResources:
             config=config,
             tokenizer=tokenizer,
             model_dir=model_dir,
-            vocab_size=model["vocab_size"],
+            vocab_size=text_model(model)["vocab_size"],
             model_context_len=model_context_len(model) or _UNLIMITED_TOKENS,
             routed_width=routed_width(model) if config.train.use_rollout_routing_replay else 0,
             tools=load_tools(rollout.tools, timeout_s=rollout.tool_timeout_s),
@@ -134,6 +139,7 @@ class RolloutResources:
             else None,
             sample_hooks=SampleHooks(rollout.rollout_sample_hook_path),
             reply_format=reply_format,
+            images=images,
         )
 
     def generate_hook_for(self, context: RolloutContext) -> GenerateHook | None:
@@ -370,6 +376,7 @@ def _single_turn(
         seeded=resources.seeded(on_gpus=context.on_gpus),
         routed=resources.wants_routed_experts(context),
         stop=context.stop,
+        images=resources.images,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpipe.config.data import EvalDataset, RewardConfig
 from rlpipe.config.rollout import RolloutConfig
 
 
@@ -63,3 +64,13 @@ def rollout_settings(
         oldest_version=oldest_version,
         mask_stale=config.mask_offpolicy_in_partial_rollout,
     )
+
+
+def evaluation_settings(
+    dataset: EvalDataset, rollout: RolloutConfig, reward: RewardConfig
+) -> tuple[RolloutConfig, RewardConfig]:
+    """Return the sampling and reward settings of a held-out set: its own, else the run's.
+
+    The temperature is passed separately, because it may be 0.
+    """
+    return rollout.model_copy(update=dataset.sampling()), dataset.reward or reward

@@ -168,12 +168,7 @@ SLIME: tuple[Flag, ...] = (
     to("apply_chat_template_kwargs", "json", {}, "data.apply_chat_template_kwargs"),
     to("input_key", "str", "input", "data.prompts.input_key"),
     to("label_key", "str", None, "data.prompts.label_key"),
-    refused(
-        "multimodal_keys",
-        "json",
-        None,
-        "vision and audio models are not supported: prompts are text",
-    ),
+    to("multimodal_keys", "json", None, "data.multimodal_keys"),
     to("metadata_key", "str", "metadata", "data.prompts.metadata_key"),
     to("tool_key", "str", "tools", "data.prompts.tool_key"),
     built("start_rollout_id", "int", None, "start_rollout_id"),

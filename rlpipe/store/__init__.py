@@ -17,6 +17,7 @@ the store of a run.
     draws/*                                       plans of draws that cannot be repeated
     plans/<digest>/plan.json                      prompts, group ids and seeds of an iteration
     plans/<digest>/groups/*, cut/*                finished groups; tokens of cut groups
+    images/<sha256>                               image files of prompts
     receipts/<stage>/<digest>*.json               receipts of checkpoints and evaluations; removals
     nodes/<stage>/<digest>.json                   result of a stage, named by its input digest
     data/<stage>/<digest>/*                       files of that result

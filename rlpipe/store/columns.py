@@ -53,6 +53,8 @@ class Column:
     """Encode as a Parquet dictionary: few different values."""
     statistics: bool = False
     """Write minimum and maximum: readers filter by this column."""
+    optional: bool = False
+    """Leave the column out of a file in which every row is null."""
 
     @property
     def field(self) -> pa.Field:
@@ -119,6 +121,15 @@ EXPERTS = large_list_of(pa.uint16())
 VERSION_RUN = pa.struct(
     [pa.field("tokens", INT32, nullable=False), pa.field("version", INT32, nullable=False)]
 )
+IMAGES = list_of(
+    pa.struct(
+        [
+            pa.field("sha256", TEXT, nullable=False),
+            pa.field("rows", INT32, nullable=False),
+            pa.field("columns", INT32, nullable=False),
+        ]
+    )
+)
 PARTS = pa.map_(TEXT, pa.field("value", FLOAT64, nullable=False))
 
 NATS = "nats"
@@ -149,6 +160,10 @@ BEHAVIOUR_LOG_PROBS = Column(
     Shape.RESPONSE,
     NATS,
     nullable=True,
+)
+IMAGE_REFERENCES = (
+    "Images of the prompt, in the order of their tokens: sha256 of the file `images/<sha256>`, and "
+    "rows and columns of patches. Null: no image in the file."
 )
 ROUTED_EXPERTS = "W = layers with experts × experts a token; 65535 where no engine read the token."
 
@@ -285,6 +300,15 @@ SAMPLES = Table(
             ROLLOUT,
             nullable=True,
         ),
+        Column(
+            "images",
+            IMAGES,
+            IMAGE_REFERENCES,
+            ROLLOUT,
+            nullable=True,
+            dictionary=True,
+            optional=True,
+        ),
     ),
 )
 
@@ -407,6 +431,15 @@ BATCH = Table(
             "these numbers. Null: the number of the row in the file.",
             ADVANTAGE,
             nullable=True,
+        ),
+        Column(
+            "images",
+            IMAGES,
+            IMAGE_REFERENCES,
+            ADVANTAGE,
+            nullable=True,
+            dictionary=True,
+            optional=True,
         ),
     ),
 )

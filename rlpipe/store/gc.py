@@ -1,10 +1,10 @@
 """Garbage collection: removal of objects that no branch reaches.
 
 Reachable are all branches and their commits, the plans and nodes that these name, the nodes'
-parents, and the files of those nodes. Checkpoints and evaluations of reachable weights are
-reachable too, because commits do not name them. Also kept are objects that a branch may still
-adopt: plans of iterations that it has not committed, their finished groups, and nodes made from
-them. So a crashed run loses nothing, however old it is.
+parents, the files of those nodes, and the images of plans and evaluations. Checkpoints and
+evaluations of reachable weights are reachable too, because commits do not name them. Also kept are
+objects that a branch may still adopt: plans of iterations that it has not committed, their finished
+groups, and nodes made from them. So a crashed run loses nothing, however old it is.
 
 All other objects are removed once they are older than the grace period, which must be longer than
 the upload of a checkpoint. This includes draws of removed plans, and the rest of a partly removed
@@ -30,10 +30,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from rlpipe.errors import ObjectMissing
 from rlpipe.store.branches import Branches, config_path, is_commit
 from rlpipe.store.epochs import EPOCH_NAME, superseded_renewals
+from rlpipe.store.images import FOLDER as IMAGES
+from rlpipe.store.images import image_path, images_of_node, images_of_plan
 from rlpipe.store.nodes import LEAVES, Nodes, node_path
 from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import Files
-from rlpipe.store.plans import Plans, plan_path
+from rlpipe.store.plans import PLAN_NAME, Plans, plan_path
 from rlpipe.store.receipts import NODE_RECEIPT_NAME, REMOVAL_NAME, Receipts
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
@@ -47,6 +49,7 @@ FOLDERS = (
     "plans",
     "data",
     "checkpoints",
+    "images",
 )
 """Folders in the order of removal: a record is removed before the objects that it names."""
 
@@ -130,6 +133,8 @@ class _Reachable:
             self.paths.update(self._files.list(Plans.groups_prefix(digest)))
         self._add_leaves()
         self.paths |= {name for name in names if self._belongs(name, branches)}
+        if any(name.startswith(f"{IMAGES}/") for name in names):
+            self._add_images()
 
     def _belongs(self, name: str, branches: Collection[str]) -> bool:
         """True for a receipt, removal, draw, note or gate of a reachable object."""
@@ -235,6 +240,16 @@ class _Reachable:
                 parents = self._read(path).parents.values()
                 if all(self._node_paths.get(parent) in self.paths for parent in parents):
                     self._add(digest)
+
+    def _add_images(self) -> None:
+        """Add the images of reachable plans and evaluations."""
+        images = set[str]()
+        for path in self.paths:
+            if match := PLAN_NAME.fullmatch(path):
+                images |= images_of_plan(self._plans.read(match[1]))
+            elif path.startswith(f"nodes/{Stage.EVAL}/"):
+                images |= images_of_node(self._read(path))
+        self.paths |= set(map(image_path, images))
 
     def _is_open(self, digest: str) -> bool:
         """True if the plan belongs to an iteration that its branch has not committed."""

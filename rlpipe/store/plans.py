@@ -20,6 +20,7 @@ from rlpipe.store.objects.files import Files
 from rlpipe.store.records import seal, unseal
 from rlpipe.types import DataState, Plan
 
+PLAN_NAME = re.compile(r"plans/([0-9a-f]{64})/plan\.json")
 DRAW_NAME = re.compile(r"draws/[0-9a-f]{64}")
 
 

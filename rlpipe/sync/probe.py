@@ -49,6 +49,7 @@ import numpy as np
 
 from rlpipe.batch.columns import BatchColumns
 from rlpipe.engines.sglang.admin import Engine
+from rlpipe.engines.sglang.image_inputs import image_data
 from rlpipe.errors import DeadlineExceeded
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.3}
@@ -185,8 +186,21 @@ def compare(
     """
     samples = probe.samples
     sequences = [row.tolist() for row in np.split(samples.tokens, samples.offsets[1:-1])]
-    scores = asyncio.run(_score_all(engines, sequences, timeout_s, at_once=at_once))
+    images = _image_data(samples)
+    scores = asyncio.run(_score_all(engines, sequences, images, timeout_s, at_once=at_once))
     return [asdict(_agreement(probe, url, rows)) for url, rows in zip(engines, scores, strict=True)]
+
+
+def _image_data(samples: BatchColumns) -> list[list[dict[str, Any]]] | None:
+    """Return the images of each sample for an engine; None without images."""
+    if (images := samples.images) is None:
+        return None
+    rows = []
+    for sample in range(len(samples)):
+        here = images.of_sample(sample)
+        pixels = [images.pixels[digest] for digest in images.digests[here]]
+        rows.append(image_data(np.concatenate(pixels), images.grids[here]) if pixels else [])
+    return rows
 
 
 def _agreement(probe: Probe, url: str, rows: list[list[float]]) -> Agreement:
@@ -209,7 +223,12 @@ def _agreement(probe: Probe, url: str, rows: list[list[float]]) -> Agreement:
 
 
 async def _score_all(
-    engines: list[str], sequences: list[list[int]], deadline_s: float, *, at_once: bool
+    engines: list[str],
+    sequences: list[list[int]],
+    images: list[list[dict[str, Any]]] | None,
+    deadline_s: float,
+    *,
+    at_once: bool,
 ) -> list[list[list[float]]]:
     """Return the scores of every engine, in order."""
     slots = asyncio.Semaphore(len(engines) if at_once else 1)
@@ -217,7 +236,7 @@ async def _score_all(
 
     async def score_on(url: str) -> list[list[float]]:
         async with slots, Engine(url, deadline_s=deadline_s) as engine:
-            scores = await engine.score(sequences)
+            scores = await engine.score(sequences, images)
         waiting.remove(url)
         return scores
 

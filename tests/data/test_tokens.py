@@ -11,14 +11,8 @@ from transformers import AutoTokenizer
 from rlpipe.config.data import DataConfig, FilePrompts
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import PromptRow
-from rlpipe.data.tokens import (
-    CLASSES,
-    MODEL_TYPES,
-    encode_prompt,
-    encode_supervised,
-    load_tokenizer,
-    render,
-)
+from rlpipe.data.tokenizer import CLASSES, MODEL_TYPES, load_tokenizer
+from rlpipe.data.tokens import encode_prompt, encode_supervised, render
 from rlpipe.errors import ConfigError, DataError
 
 FILE = FilePrompts(type="file", paths=("x.jsonl",))
@@ -348,7 +342,7 @@ def test_a_known_class_is_loaded_and_used_without_torch(tmp_path, chat):
     directory = of_class(tmp_path, chat, "PreTrainedTokenizerFast", "qwen3")
     program = """
 import sys
-from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 ids = tokenizer.encode("what is", add_special_tokens=False)
 assert tokenizer.decode(ids, skip_special_tokens=False) == "what is"

@@ -14,7 +14,7 @@ from rlpipe.config.load import load_run
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.data.prompts import load_prompts
 from rlpipe.data.source import DataSource
-from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError
 from rlpipe.types import DataState
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.token_rows import decoder, prompt_text
 

@@ -60,6 +60,21 @@ def test_the_page_makes_no_request():
     assert not any(part in page for part in (" src=", "url(", "@import", "http://", "https://"))
 
 
+def test_a_prompt_has_its_pictures_once():
+    digests = ("a" * 64, "b" * 64)
+    samples = [
+        shown(group="one", images=digests),
+        shown(group="two", images=digests[:1]),
+        shown(group="three", images=digests[:1]),
+    ]
+    sets = [ShownSet("iteration 0", samples, 3)]
+    page = data_of(render("t", "", sets, pictures={"a" * 64: "data:image/png;base64,AA"}))
+    assert [group["prompt"] for group in page["sets"][0]["groups"]] == [0, 1, 1]
+    assert page["images"] == [list(digests), list(digests[:1])]
+    assert page["pictures"] == {"a" * 64: "data:image/png;base64,AA"}
+    assert page["prompts"] == ["<b>p</b>", "<b>p</b>"]
+
+
 def test_a_long_response_keeps_its_ends_and_says_what_is_left_out():
     count = 3 * END_TOKENS
     sample = shown(

@@ -87,7 +87,6 @@ def test_the_error_of_an_unknown_flag_names_the_nearest(words: str, where: str, 
     ("words", "where", "do"),
     [
         ("--lora-rank 8", "--lora-rank", "LoRA is not supported"),
-        ("--multimodal-keys {}", "--multimodal-keys", "vision"),
         ("--train-backend fsdp", "--train-backend", "Megatron is the only training engine"),
         ("--update-weight-mode delta", "--update-weight-mode", "--update-weight-transport disk"),
         ("--ckpt-format torch", "--ckpt-format", "torch_dist"),
@@ -103,6 +102,11 @@ def test_unsupported_flags_are_refused_with_the_reason(words: str, where: str, d
     error = refused(words)
     assert error.where == where
     assert do in str(error.do)
+
+
+def test_the_column_of_images_is_slime_s_flag():
+    found = keys('--multimodal-keys {"image":"images"}')
+    assert found == {"data.multimodal_keys": {"image": "images"}}
 
 
 def test_a_refused_flag_at_its_default_value_is_accepted():

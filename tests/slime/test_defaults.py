@@ -223,6 +223,7 @@ REQUIRED_FLAGS = {
 }
 """Flag → other flags that it needs."""
 VALUES = {
+    "multimodal_keys": '{"image":"a"}',
     "update_weight_mode": "delta",
     "update_weight_transport": "disk",
     "update_weight_delta_encoding": "overwrite",

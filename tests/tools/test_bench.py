@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpipe.batch.columns import BatchColumns
-from rlpipe.data.tokens import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError
 from rlpipe.observe.trace import Event, works
 from tests.live_engine import Live, live_engine

@@ -173,7 +173,7 @@ def iterations_of(arguments: argparse.Namespace, epochs: int) -> int:
         )
     return (
         epochs
-        * num_drawn(config, load_prompts(config.data.prompts))
+        * num_drawn(config, load_prompts(config.data.prompts, image_key=config.data.image_key))
         // config.rollout.rollout_batch_size
     )
 
@@ -187,8 +187,9 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
     """
     if config.data.overlong_prompts != "drop":
         return len(rows)
+    from rlpipe.data.image_reader import load_image_reader
     from rlpipe.data.source import DataSource
-    from rlpipe.data.tokens import load_tokenizer
+    from rlpipe.data.tokenizer import load_tokenizer
     from rlpipe.model_dir import model_directory, prompt_context_len
     from rlpipe.system.model_files import read_object
 
@@ -205,7 +206,13 @@ def num_drawn(config: RunConfig, rows: Sequence[PromptRow]) -> int:
     )
     return len(
         DataSource(
-            rows, tokenizer, config.data, config.rollout, config.run, model_context_len=longest
+            rows,
+            tokenizer,
+            config.data,
+            config.rollout,
+            config.run,
+            model_context_len=longest,
+            images=load_image_reader(directory),
         )
     )
 

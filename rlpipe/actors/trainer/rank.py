@@ -33,7 +33,7 @@ from rlpipe.actors.trainer.checkpoints import (
 )
 from rlpipe.actors.trainer.first_weights import check_first_weights, made_with
 from rlpipe.actors.trainer.profiling import ProfiledPart, Work, check_profiling, profiled
-from rlpipe.actors.trainer.scoring import choose_rows
+from rlpipe.actors.trainer.scoring import choose_rows, with_pixels
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import ChosenRows
 from rlpipe.batch.columns import BatchColumns, BatchSizes
@@ -245,6 +245,7 @@ class Rank(ABC, Generic[E]):
         packing = recorded or self._plan_packing(stored.sizes)
         whole = engine.reads_whole_batch(scored=stored.scored)
         columns = stored.columns(None if whole else engine.trained_samples(packing))
+        columns = with_pixels(columns, self._files, spec)
         version = weight_version(self._nodes, before)
         # before the first step: after a crash in the middle the state has no name
         self.dirty = True
@@ -427,8 +428,7 @@ class Rank(ABC, Generic[E]):
     def _batch(self, *, before: str, alone: bool = False, **rows: Any) -> ChosenRows:
         """Return the rows of the batch for the held state `before`, without their tokens.
 
-        Rank 0 chooses them from all rows of the rollout. `rows`: arguments of `choose_rows`.
-        Collective, unless rank 0 is `alone`.
+        Rank 0 chooses them. `rows`: arguments of `choose_rows`. Collective, unless it is `alone`.
         """
         engine, spec = self._require(before)
         choose = partial(choose_rows, self._files, spec, **rows)
@@ -438,7 +438,8 @@ class Rank(ABC, Generic[E]):
         """Return the samples that this rank scores."""
         engine, spec = self._ready()
         limit = spec.advantage.log_probs_max_tokens_per_gpu
-        return chosen.columns(engine.scored_samples(chosen.sizes, max_tokens=limit))
+        samples = engine.scored_samples(chosen.sizes, max_tokens=limit)
+        return with_pixels(chosen.columns(samples), self._files, spec)
 
     def _plan_packing(self, sizes: BatchSizes) -> PackingPlan:
         engine, spec = self._ready()

@@ -31,7 +31,9 @@ from rlpipe.actors.trainer.scoring import (
     score_batch,
     scoring_metrics,
     trains_fp8,
+    with_pixels,
     with_teacher_server_scores,
+    without_sampled_placeholders,
 )
 from rlpipe.actors.trainer.trainer_spec import TrainerSpec
 from rlpipe.batch.build import staleness_of
@@ -102,6 +104,7 @@ class TrainerRank(Rank[MegatronEngine]):
                 every = np.arange(len(batch.columns))
                 # The sizes tell which samples each rank scores.
                 columns = replace(batch.columns, part=BatchPart(chosen.sizes, every))
+                columns = with_pixels(columns, self._files, spec)
             proximal = self._scores(chosen.sizes)
             with self._profiled("train_log_probs", version) as work:
                 scores = score_batch(engine, columns, spec, proximal=proximal)
@@ -232,6 +235,7 @@ class TrainerRank(Rank[MegatronEngine]):
             if stored is None or stored.digest != batch:
                 stored = StoredBatch(self._files, self._nodes.get(Stage.ADVANTAGE, batch))
             probed = stored.columns(spread(len(stored), samples))
+            probed = with_pixels(probed, self._files, spec)
         own = self._own_proximal
         scored_by_step = False
         if own is not None and own[0] == batch:
@@ -239,6 +243,7 @@ class TrainerRank(Rank[MegatronEngine]):
             log_probs = own[1][probed.response_index()]
             probed = probed.with_columns(proximal_log_probs=log_probs)
         chosen = probed.select(range(len(probed)))
+        chosen = without_sampled_placeholders(chosen, spec)
         with parts.part("score packed"):
             log_probs = engine.score(chosen, temperature=1.0)
         # Score again in halves: differences due to packing are noise. One pass for each sample took

@@ -18,6 +18,8 @@ critic compute their own routing.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from rlpipe.batch.build import ChosenRows, fix_batch
 from rlpipe.batch.columns import BatchColumns, BatchSizes
 from rlpipe.batch.files import read_rewards
 from rlpipe.batch.rows import RolloutRows
+from rlpipe.data.image_reader import StoredPixels, load_image_reader
 from rlpipe.engines.megatron import platform
 from rlpipe.engines.megatron.engine import MegatronEngine
 from rlpipe.engines.sglang.admin import Engine
@@ -178,6 +181,35 @@ def never_scores(spec: TrainerSpec) -> bool:
         spec.critic is not None,
     )
     return not any(passes)
+
+
+def with_pixels(columns: BatchColumns, files: Files, spec: TrainerSpec) -> BatchColumns:
+    """Return a batch that reads the pixels of its images from the store, when they are used."""
+    if columns.images is None:
+        return columns
+    pixels = _stored_pixels(files.root, spec.model_dir)
+    pixels.add([image for row in columns.images.references() for image in row])
+    return columns.with_columns(images=replace(columns.images, pixels=pixels))
+
+
+def without_sampled_placeholders(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:
+    """Return samples whose responses end before a placeholder that the policy sampled.
+
+    SGLang 0.5.21 ends if a sequence has more placeholders than its images have tokens.
+    """
+    if columns.images is None:
+        return columns
+    reader = load_image_reader(spec.model_dir)
+    assert reader is not None, "images for a model of text"
+    return columns.cut_before(reader.image_token)
+
+
+@lru_cache(maxsize=1)
+def _stored_pixels(store: str, model_dir: str) -> StoredPixels:
+    """Return the pixels of this process. Scoring and training share what is in its cache."""
+    reader = load_image_reader(model_dir)
+    assert reader is not None, "images for a model of text"
+    return StoredPixels(Files(store), reader)
 
 
 def with_teacher_server_scores(columns: BatchColumns, spec: TrainerSpec) -> BatchColumns:

@@ -383,12 +383,13 @@ class Engine:
         """
         await self._call("POST", "/weights_checker", {"action": action})
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Any] | None = None
+    ) -> list[list[float]]:
         """Return the log-probability of each token except the first, at temperature 1.
 
         Token ids are not checked. Waiting requests do not hold up a server of ours (`PRIORITIES` of
-        `server`).
-
+        `server`). `images`: `image_data` of each sequence; None: text.
         Shapes: sequences [N][T_i]; returns [N][T_i - 1].
         """
         body = {
@@ -397,6 +398,7 @@ class Engine:
             "return_logprob": True,
             "logprob_start_len": 0,
             "priority": FIRST,
+            **({} if images is None else {"image_data": images}),
         }
         return await self._ask("POST", "/generate", body, read=partial(_scores, sequences))
 
@@ -463,11 +465,9 @@ def server_facts(info: dict[str, Any]) -> dict[str, Any]:
         phase: info.get(f"{phase}_attention_backend") or attention
         for phase in ("prefill", "decode")
     }
-    backends = set(by_phase.values())
-    if len(backends) > 1:
+    attention = by_phase["decode"]
+    if by_phase["prefill"] != attention:
         attention = ", ".join(f"{phase}: {backend}" for phase, backend in by_phase.items())
-    else:
-        attention = backends.pop()
     return {
         "sglang": info.get("version"),
         "attention": attention,

@@ -58,11 +58,26 @@ def decoded(item: Any) -> Any:
     return {**item, **tensors}
 
 
+def decoded_all(images: list[Any]) -> list[Any]:
+    """Return `image_data` of a request with tensors: items of a prompt, or a list for each prompt.
+
+    An item `{"same_as": i}` means the items of prompt i. Raises: as `decoded`.
+    """
+    rows: list[Any] = []
+    for row in images:
+        first = row[0] if isinstance(row, list) and row else None
+        if isinstance(first, dict) and "same_as" in first:
+            rows.append([dict(item) for item in rows[first["same_as"]]])
+        else:
+            rows.append([*map(decoded, row)] if isinstance(row, list) else decoded(row))
+    return rows
+
+
 def _with_tensors(original: Any, manager: Any, request: Any, *arguments: Any, **more: Any) -> Any:
     """Make tensors of a request's images. Runs around SGLang's `generate_request`."""
     images = getattr(request, "image_data", None)
     if isinstance(images, list):
-        request.image_data = [decoded(item) for item in images]
+        request.image_data = decoded_all(images)
     return original(manager, request, *arguments, **more)
 
 

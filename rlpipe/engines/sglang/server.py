@@ -63,6 +63,9 @@ routing of GLM-4.5. On CPUs the first request waited for the C++ compiler: over 
 machine, where health checks ended the engine, instead of 0.8 s."""
 TEMPLATE = "engine"
 """Name of the template process of servers on CPUs (`system.template`)."""
+NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""SGLang 0.5.21 keeps features of images when its caches are flushed. After a push they would be
+those of the weights before."""
 SLEEP_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -208,7 +211,7 @@ class Server(ServerProcess):
         return TEMPLATE if self.device == "cpu" and not compiles else None
 
     def environment(self) -> dict[str, str]:
-        variables = dict(FAST_EXIT)
+        variables = {**FAST_EXIT, **NO_IMAGE_CACHE}
         if self._temporary_folder is not None:
             variables["TMPDIR"] = str(self._temporary_folder)
         meeting_host = self._part.meeting.rpartition(":")[0] if self._part else self.host

@@ -19,7 +19,9 @@ from typing import Any, Literal, TypeVar
 
 from rlpipe.errors import DataError, DeadlineExceeded, EngineError
 from rlpipe.rollout.client.http import deadline_exceeded
-from rlpipe.rollout.client.request_pool import LONGEST_PAUSE_S, RequestPool, RequestSettings, fail
+from rlpipe.rollout.client.image_requests import RequestImages
+from rlpipe.rollout.client.request_pool import LONGEST_PAUSE_S, RequestPool, fail
+from rlpipe.rollout.client.request_settings import RequestSettings
 from rlpipe.rollout.client.streaming import Watch
 from rlpipe.rollout.generation import (
     Generation,
@@ -140,6 +142,7 @@ class GenerateClient:
         routed_from: int | None = None,
         watch: Watch | None = None,
         num_top_log_probs: int = 0,
+        images: RequestImages | None = None,
         where: str = "generate",
     ) -> list[Generation]:
         """Sample `n` responses, or one per seed.
@@ -152,21 +155,20 @@ class GenerateClient:
         routed_from: return the experts of all tokens from this one on. None: no experts.
         watch: stream the single response and call this with the partial response.
         num_top_log_probs: number of the most probable tokens to report at each position.
+        images: of the prompt, which has one placeholder token for each merged patch.
         where: names the group in errors.
 
         Raises: DataError for a prompt that would crash the engine; DeadlineExceeded;
         EngineRejected; EngineUnavailable.
         """
         ids = self._checked_ids(prompt_ids, where)
-        if seeds is None:
-            params = [sampling] * n
-        else:
-            params = [{**sampling, "sampling_seed": seed} for seed in seeds]
+        params = _with_seeds(sampling, n, seeds)
         assert watch is None or (len(params) == 1 and so_far is None), (
             "only a single new response can be streamed"
         )
         settings = [
-            RequestSettings(one, routing_key, routed_from, num_top_log_probs) for one in params
+            RequestSettings(one, routing_key, routed_from, num_top_log_probs, images)
+            for one in params
         ]
         partials = list(so_far) if so_far is not None else [None] * len(params)
         new = [index for index, partial in enumerate(partials) if partial is None]
@@ -312,7 +314,7 @@ class GenerateClient:
                 generation = settled(generation, settings.sampling, self.end_ids)
                 if generation.finish_reason != "abort" or (stop is not None and stop.is_set()):
                     return generation
-                if again_from_start:
+                if again_from_start or _has_placeholder(settings.images, generation):
                     generation = empty_generation(generation.engine)
                 watch_all = None if watch is None else _watch_joined(watch, generation)
                 (more,) = await self.pool.add(
@@ -344,6 +346,20 @@ class GenerateClient:
                 do="use the tokenizer of the model directory",
             )
         return ids
+
+
+def _with_seeds(
+    sampling: dict[str, Any], n: int, seeds: Sequence[int] | None
+) -> list[dict[str, Any]]:
+    """Return the sampling parameters of each response."""
+    if seeds is None:
+        return [sampling] * n
+    return [{**sampling, "sampling_seed": seed} for seed in seeds]
+
+
+def _has_placeholder(images: RequestImages | None, generation: Generation) -> bool:
+    """True if the policy sampled the placeholder of an image, which an engine would fill."""
+    return images is not None and images.token in generation.response_ids
 
 
 def _watch_joined(watch: Watch, first: Generation) -> Watch:

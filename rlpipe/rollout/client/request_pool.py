@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
 from rlpipe.errors import EngineRejected, EngineUnavailable
 from rlpipe.rollout.client.http import Connections, call, read_workers
+from rlpipe.rollout.client.image_requests import RequestImages, image_data_of
+from rlpipe.rollout.client.request_settings import BatchKey, RequestSettings
 from rlpipe.rollout.client.streaming import Watch, stream
 from rlpipe.rollout.generation import (
     Generation,
@@ -33,57 +35,12 @@ from rlpipe.rollout.generation import (
     no_spans,
     read_generations,
 )
-from rlpipe.store.routed_experts import num_rows
 
 _ROUTING_HEADER = "X-SMG-Routing-Key"
-# sglang-router 0.3.2 forwards json_schema, regex and ebnf. It drops structural_tag, and the engine
-# then samples without a grammar.
-_DROPPED_BY_ROUTER = ("structural_tag", "ebnf_full_assistant")
 _FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 2.0
 # The router's answers while an engine is restarted or has left the router. They pass by themselves.
 _NO_WORKER = ("no_available_workers", "call_upstream_request_error", "HTTP 502", "HTTP 503")
-
-
-class BatchKey(NamedTuple):
-    """Settings that all requests of a batch share."""
-
-    sampling: str
-    """SGLang's sampling parameters as JSON."""
-    routing_key: str | None
-    routed_from: int | None
-    """First token that needs routed experts. None: no token."""
-    num_top_log_probs: int = 0
-    """Number of the most probable tokens to report at each position."""
-
-    @property
-    def bypasses_router(self) -> bool:
-        """True if the router drops a part of the request."""
-        dropped = any(f'"{name}"' in self.sampling for name in _DROPPED_BY_ROUTER)
-        return self.routed_from is not None or dropped
-
-
-class RequestSettings(NamedTuple):
-    """Settings of the request for one response."""
-
-    sampling: dict[str, Any]
-    routing_key: str | None
-    routed_from: int | None
-    num_top_log_probs: int = 0
-
-    def continued(self, partial: Generation) -> RequestSettings:
-        """Return the settings of the request that continues a partial response."""
-        left = self.sampling["max_new_tokens"] - len(partial.response_ids)
-        routed_from = self.routed_from
-        if routed_from is not None:
-            routed_from += num_rows(partial.routed_experts)
-        sampling = {**self.sampling, "max_new_tokens": left}
-        return self._replace(sampling=sampling, routed_from=routed_from)
-
-    def batch_key(self) -> BatchKey:
-        """Return the key that is equal for requests that may share a batch."""
-        sampling = json.dumps(self.sampling, sort_keys=True)
-        return BatchKey(sampling, self.routing_key, self.routed_from, self.num_top_log_probs)
 
 
 @dataclass(slots=True)
@@ -97,6 +54,7 @@ class PendingRequest:
     answer: asyncio.Future[list[Generation]]
     watch: Watch | None = None
     """Called with the partial response while it is sampled. Only for `n` = 1."""
+    images: RequestImages | None = None
 
     @property
     def stopped(self) -> bool:
@@ -166,8 +124,8 @@ class Gate:
 class DirectRouting:
     """Choose the engine of a request that bypasses the router.
 
-    sglang-router 0.3.2 drops `return_routed_experts` and the sampling parameters of
-    `_DROPPED_BY_ROUTER`, so such requests go to the engines directly. The router's policy
+    sglang-router 0.3.2 drops `return_routed_experts`, `image_data` and the sampling parameters of
+    `DROPPED_BY_ROUTER`, so such requests go to the engines directly. The router's policy
     (`engine.router`) does not apply to these requests. The router still lists the engines: an
     engine with unknown weights is not listed and gets none.
     """
@@ -267,7 +225,8 @@ class RequestPool:
     ) -> asyncio.Future[list[Generation]]:
         """Request `n` responses. The future has them in order."""
         loop = asyncio.get_running_loop()
-        request = PendingRequest(prompt_ids, n, where, stop, loop.create_future(), watch)
+        answer = loop.create_future()
+        request = PendingRequest(prompt_ids, n, where, stop, answer, watch, settings.images)
         key = settings.batch_key()
         if watch is not None:
             # A streamed request has one response and shares no batch.
@@ -489,11 +448,17 @@ def _body(key: BatchKey, batch: Batch, routing: RoutingWanted | None) -> bytes:
         experts = (
             f', "return_routed_experts": true, "routed_experts_start_len": {routing.routed_from}'
         )
+    images = ""
+    if key.has_images:
+        of_rows = [request.images for request in batch for _ in range(request.n) if request.images]
+        data = of_rows[0].data if streamed else image_data_of(of_rows)
+        images = f', "image_data": {data}'
     top_log_probs = ""
     if key.num_top_log_probs:
         top_log_probs = f', "top_logprobs_num": {key.num_top_log_probs}'
     body = (
         f'{{"input_ids": {json.dumps(prompts)}, "sampling_params": {key.sampling}, '
-        f'"return_logprob": true, "stream": {json.dumps(streamed)}{experts}{top_log_probs}}}'
+        f'"return_logprob": true, "stream": {json.dumps(streamed)}'
+        f"{experts}{top_log_probs}{images}}}"
     )
     return body.encode()

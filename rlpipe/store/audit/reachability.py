@@ -9,6 +9,7 @@ An object is explained if a record of some run leads to it:
     checkpoints, evaluations, pushes       of explained weights
     data files, shards      an explained node names them; shards of an open plan
     draws, receipts         of an explained plan or node
+    images                  of an explained plan or evaluation
     weight files            of pushes of a run, present or removed; engines read them
 
 All other objects are reported. An object is a leftover, a note of the report, if killed or replaced
@@ -29,7 +30,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from rlpipe.errors import ObjectCorrupt
@@ -40,16 +41,16 @@ from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.audit.unexpected_files import UNKNOWN_NAME
 from rlpipe.store.branches import COMMIT_NAME, Branches, commit_name, config_path, parse_commit_name
 from rlpipe.store.epochs import COLLECTOR, EPOCH_NAME, SKEW_S, Epochs
+from rlpipe.store.images import IMAGE_NAME, images_of_node, images_of_plan
 from rlpipe.store.nodes import LEAVES, Nodes, node_path
 from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import is_safe
-from rlpipe.store.plans import DRAW_NAME, Plans, draw_path, plan_path
+from rlpipe.store.plans import DRAW_NAME, PLAN_NAME, Plans, draw_path, plan_path
 from rlpipe.store.receipts import NODE_RECEIPT_NAME, REMOVAL_NAME, NodeReceipt, Receipts
 from rlpipe.store.segments import Segments
 from rlpipe.types import DataState, Plan, Stage
 
 NODE_NAME = re.compile(r"nodes/([a-z]+)/([0-9a-f]{64})\.json")
-PLAN_NAME = re.compile(r"plans/([0-9a-f]{64})/plan\.json")
 SHARD_FOLDER = re.compile(r"plans/([0-9a-f]{64})/(?:groups|cut)/")
 DATA_FOLDER = re.compile(r"data/([a-z]+)/([0-9a-f]{64})/")
 CHECKPOINT_FILE = re.compile(r"checkpoints/([^/]+)/iter_[0-9]{7,}/[0-9a-f]{12}/(?:[^/]+/)*[^/]+")
@@ -75,6 +76,8 @@ class NodeLinks(NamedTuple):
     plans: tuple[str, ...]
     after: Cursor | None
     """Position of the data source after a rollout."""
+    images: frozenset[str] = frozenset()
+    """Images of an evaluation."""
 
 
 def report_unexplained(files: Snapshot, report: Report) -> None:
@@ -215,7 +218,8 @@ class _Explainer:
             )
         files = tuple(record.path for record in node.files)
         after = _recorded_cursor(node.outputs.get("after"))
-        return NodeLinks(stage, tuple(parents), files, tuple(plans), after), problems
+        images = frozenset(images_of_node(node))
+        return NodeLinks(stage, tuple(parents), files, tuple(plans), after, images), problems
 
     def _read_run(self, branch: str) -> None:
         """Collect the digests that the records of a run name."""
@@ -425,6 +429,7 @@ class _Explainer:
             "draws": self._judge_draw,
             "receipts": self._judge_receipt,
             "weights": self._judge_weights,
+            "images": self._judge_image,
         }
         for path in self._files.list():
             folder = path.partition("/")[0]
@@ -477,6 +482,25 @@ class _Explainer:
     def _judge_weights(self, path: str) -> None:
         if problem := unexpected_files.of_weights(path, {*self._runs, *self._removed_runs}):
             self._add_finding(path, problem)
+
+    def _judge_image(self, path: str) -> None:
+        match = IMAGE_NAME.fullmatch(path)
+        if match is None:
+            self._add_finding(path, UNKNOWN_NAME)
+        elif match[1] not in self._named_images:
+            # A plan and an evaluation are written after their images.
+            self._add_leftover(path, "no plan or evaluation names this image")
+
+    @cached_property
+    def _named_images(self) -> set[str]:
+        """Images of explained plans and evaluations."""
+        named = set[str]()
+        for digest in self._explained:
+            if (links := self._links.get(digest)) is not None:
+                named |= links.images
+            elif (plan := self._plan(digest)) is not None:
+                named |= images_of_plan(plan)
+        return named
 
     def _judge_draw(self, path: str) -> None:
         if not DRAW_NAME.fullmatch(path):

@@ -25,6 +25,7 @@ from rlpipe.store.audit.snapshot import Snapshot
 from rlpipe.store.audit.unexpected_files import UnexpectedFile
 from rlpipe.store.branches import commit_name
 from rlpipe.store.columns import KIND
+from rlpipe.store.images import Images, image_path, images_of_node, images_of_plan
 from rlpipe.store.nodes import Nodes, checkpoint_digest, node_path
 from rlpipe.store.notes import read_note
 from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, decode
@@ -100,6 +101,8 @@ class Reader:
         self._plans = Plans(files)
         self._receipts = Receipts(files)
         self._evaluations = evaluations
+        self._images: set[str] = set()
+        """Images that were checked."""
 
     def load(self, commit: Commit) -> Loaded:
         """Read an iteration with the checkpoint and the evaluations of its weights."""
@@ -121,6 +124,7 @@ class Reader:
                 loaded.findings, loaded.where, partial(self._plans.read, digest)
             ):
                 loaded.plans.append(plan)
+                self._check_images(loaded.findings, images_of_plan(plan))
         for stage, digest in commit.nodes.items():
             if node := self._read_record(
                 loaded.findings,
@@ -219,6 +223,7 @@ class Reader:
         Returns the rows of its tables; None if one of them is not readable.
         """
         self._add_unexpected(findings, unexpected_files.of_node(self._files, node))
+        self._check_images(findings, images_of_node(node))
         rows: list[Rows] | None = []
         for record in node.files:
             url = self._files.shown(record.path)
@@ -229,6 +234,15 @@ class Reader:
             if table is None and record.rows is not None:
                 rows = None
         return rows
+
+    def _check_images(self, findings: list[Finding], digests: set[str]) -> None:
+        """Check that images exist and have their content. Each is read once."""
+        for digest in sorted(digests - self._images):
+            self._images.add(digest)
+            read = partial(Images(self._files).read, digest)
+            read_or_report(
+                self._files, findings, "files", self._files.shown(image_path(digest)), read
+            )
 
     def _check_file(self, findings: list[Finding], record: FileRecord, url: str) -> pa.Table | None:
         """Check a file. Return its rows if it is a readable table."""

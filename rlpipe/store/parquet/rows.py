@@ -20,7 +20,7 @@ from rlpipe.store.labels import label_text, label_value
 from rlpipe.store.parquet.arrays import from_experts, ragged
 from rlpipe.store.parquet.schema import REWARDS, SAMPLES, make_table
 from rlpipe.store.routed_experts import one_per_token, rows_of
-from rlpipe.types import Sample, Status
+from rlpipe.types import Image, Sample, Status
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sample) if field.name in SAMPLES.names)
 """Fields of `Sample` that are columns of the same name."""
@@ -77,6 +77,7 @@ def samples_to_table(
         [{"tokens": tokens, "version": version} for tokens, version in runs]
         for runs in values["weight_versions"]
     ]
+    values["images"] = image_values([sample.images for sample in samples])
     values["reward_parts"] = [list(parts.items()) for parts in values["reward_parts"]]
     values["status"] = [str(status) for status in values["status"]]
     values[EXPERTS] = from_experts([_experts_per_token(sample) for sample in samples])
@@ -104,6 +105,24 @@ def table_to_samples(table: pa.Table) -> list[Sample]:
             experts = sample.rollout_routed_experts.reshape(max(tokens, 1), -1)[:tokens]
             sample.rollout_routed_experts = rows_of(experts)
     return samples
+
+
+def image_values(images: Sequence[Sequence[Image]]) -> list[list[dict[str, Any]]] | None:
+    """Return the values of a column of images, by row; None if no row has any."""
+    if not any(images):
+        return None
+    return [
+        [{"sha256": digest, "rows": rows, "columns": columns} for digest, rows, columns in row]
+        for row in images
+    ]
+
+
+def to_images(column: pa.ChunkedArray) -> list[list[Image]]:
+    """Return the images of each row. The inverse of `image_values`."""
+    return [
+        [(image["sha256"], image["rows"], image["columns"]) for image in row or ()]
+        for row in column.to_pylist()
+    ]
 
 
 def rewards_to_table(rewards: Sequence[RewardLike], where: str = "rewards") -> pa.Table:
@@ -214,6 +233,7 @@ READERS: dict[str, Callable[[pa.ChunkedArray], list[Any]]] = {
     "loss_mask": _to_lists,
     "teacher_log_probs": _to_lists,
     "weight_versions": _to_runs,
+    "images": to_images,
     "status": lambda column: [Status(text) for text in column.to_pylist()],
     "reward_parts": lambda column: [dict(parts) for parts in column.to_pylist()],
     **{name: _with_null_as(value) for name, value in NULL_VALUES.items()},

@@ -31,6 +31,7 @@ BATCH = columns.BATCH.schema
 SCHEMAS = {schema.metadata[KIND]: schema for schema in (SAMPLES, REWARDS, BATCH)}
 SCHEMAS |= {kind: SCHEMAS[table.schema.metadata[KIND]] for kind, table in columns.EARLIER.items()}
 
+OPTIONAL = {column.name for table in STORED for column in table.columns if column.optional}
 ROW_GROUP_ROWS = 1024
 SPLIT = {pa.int32(), pa.float32()}
 """Types whose bytes are split (BYTE_STREAM_SPLIT). DELTA_BINARY_PACKED is worse on token ids."""
@@ -61,6 +62,7 @@ def encode(table: pa.Table, row_groups: Sequence[int] | None = None) -> bytes:
     schema = _schema_of(table.schema)
     if schema is None or not table.schema.equals(schema):
         raise ValueError(f"not one of the store's tables: {table.schema.names}")
+    table = _without_empty(table)
     buffer = io.BytesIO()
     options = WRITE_OPTIONS[schema.metadata[KIND]]
     # In memory: an exception in a streaming write would publish a truncated object.
@@ -185,6 +187,16 @@ def _readable_parquet(where: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ObjectCorrupt("not a readable Parquet file", where=where, found=error) from error
+
+
+def _without_empty(table: pa.Table) -> pa.Table:
+    """Return the table without the optional columns in which every row is null."""
+    empty = [
+        name
+        for name in OPTIONAL
+        if name in table.column_names and table[name].null_count == table.num_rows
+    ]
+    return table.drop_columns(empty)
 
 
 def _readable(found: pa.Schema, schema: pa.Schema) -> bool:

@@ -490,3 +490,9 @@ def test_a_server_does_not_import_megatron():
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr[-2000:]
+
+
+def test_a_server_keeps_no_features_of_images(tmp_path: Path):
+    make_model(tmp_path / "model", seed=0)
+    server = _server(tmp_path / "model", tmp_path / "log")
+    assert server.environment()["SGLANG_VLM_CACHE_SIZE_MB"] == "0", "a push would not empty it"

@@ -131,18 +131,6 @@ def check_supported(directory: Path, key: str) -> None:
     check_config(read_object(path, key), f"{key}: {path}")
 
 
-def refuse_images(model_type: str, where: str) -> None:
-    """Raises: ConfigError for a model that reads images: only the trainer does, no run yet."""
-    if model_type in VISION:
-        raise ConfigError(
-            "a run cannot use a model that reads images yet",
-            where=f"{where}: model_type",
-            found=model_type,
-            expected="a model of text",
-            do="use rlpipe.engines.megatron.engine.MegatronEngine with `BatchColumns.images`",
-        )
-
-
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Check the contents of a config.json. Raises: ConfigError, as `check_supported`."""
     config = text_part(config, where) if config.get("model_type") in VISION else config

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import CriticConfig, TrainConfig
-from rlpipe.engines.megatron.bridges.supported import check_config, refuse_images
+from rlpipe.engines.megatron.bridges.supported import check_config
 from rlpipe.engines.megatron.checkpoint.conversion.convert import to_hf
 from rlpipe.engines.megatron.preflight import refused
 from rlpipe.errors import ConfigError
@@ -216,9 +216,3 @@ def test_a_critic_of_a_model_that_reads_images_is_refused(models):
     train = TrainConfig.model_validate(TRAIN)
     with pytest.raises(ConfigError, match="a critic cannot read images"):
         engine(models["qwen3_vl"], train, 0, 1, free_port(), critic=CriticConfig())
-
-
-def test_a_run_refuses_a_model_that_reads_images():
-    refuse_images("qwen3", "model")
-    with pytest.raises(ConfigError, match="a run cannot use a model that reads images yet"):
-        refuse_images("qwen3_vl", "model")
