@@ -88,6 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if not os.environ.get("RLPIPE_VERIFIERS_PYTHON"):
         missing.append("verifiers")
+    if any(item.get_closest_marker("bubblewrap") for item in items) and not _has_sandbox():
+        missing.append("bubblewrap")
     if beyond := [
         item
         for item in items
@@ -97,6 +99,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]:
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if item not in beyond]
+
+
+def _has_sandbox() -> bool:
+    """Print why programs cannot run in a sandbox on this machine."""
+    from rlpipe.errors import ConfigError
+    from rlpipe.rollout.sandbox import Python
+
+    try:
+        Python()
+    except ConfigError as error:
+        print(f"\nno tests of the sandbox: {error}")
+        return False
+    return True
 
 
 def _gpus_of(item: pytest.Item) -> int:

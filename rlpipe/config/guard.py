@@ -37,8 +37,7 @@ LONGEST_TEXT = 2000
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the guarded function, with the same signature and name; async stays async."""
-    call = getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+    if _is_async(function):
 
         @functools.wraps(function)
         async def guarded_async(*arguments: Any, **keywords: Any) -> Any:
@@ -74,6 +73,14 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             exit_if_forked(pid, function)
 
     return guarded_plain
+
+
+def _is_async(function: Any) -> bool:
+    if inspect.isclass(function):
+        # Its `__call__` is called on objects; creating one is never async.
+        return False
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def exit_if_forked(pid: int, function: object) -> None:

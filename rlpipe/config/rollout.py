@@ -39,8 +39,8 @@ class ToolConfig(Config):
 
     path: str
     """Function of the tool, plain or async; or a class that is created once with `arguments` and
-    then called. Built in: `rlpipe.rollout.tools.calculator`, `rlpipe.rollout.tools.python`,
-    `rlpipe.rollout.retrieval.Retrieval`."""
+    then called. Built in: `rlpipe.rollout.tools.calculator`, `rlpipe.rollout.sandbox.Python`,
+    `rlpipe.rollout.tools.python` without a sandbox, `rlpipe.rollout.retrieval.Retrieval`."""
     name: str | None = None
     """Name of the tool in the policy's calls; None: the function's own name."""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -6,7 +6,8 @@ rollout: the policy gets the text of an exception or of a missed deadline.
     calculator(expression)    arithmetic: + - * / // % ** and parentheses
     python(code)              output of a Python program in a separate process
 
-`rlpipe.rollout.retrieval` is another built-in tool. Entry points: `load_tools`, `Tool`.
+`rlpipe.rollout.retrieval` and `rlpipe.rollout.sandbox` have other built-in tools. Entry points:
+`load_tools`, `Tool`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import resource
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rlpipe.config.guard import error_text, guarded
 from rlpipe.config.hooks import load_hook
 from rlpipe.config.rollout import ToolConfig
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, RlpipeError
 from rlpipe.rollout.hooks.generate_function import call_hook
 from rlpipe.system.child_processes import end_group, exit_status
 
@@ -70,6 +71,8 @@ class Tool:
                 where=key,
                 found=f"{config.arguments}: {error}",
             ) from error
+        except RlpipeError:
+            raise
         except Exception as error:  # a user's class may raise any exception
             raise ConfigError(
                 "the tool cannot be created", where=key, found=error_text(error)
@@ -158,38 +161,57 @@ async def python(code: str, *, memory_bytes: int = 512 * 1024**2, cpu_s: int = 1
 
     The program runs with `python -I` in a separate process with these limits, in an empty folder
     that is removed. It is killed at the tool's deadline. These limits stop mistakes, not attacks:
-    the program can read files and use the network as the run can.
+    the program can read files and use the network as the run can. `rlpipe.rollout.sandbox.Python`
+    stops both.
     """
     with tempfile.TemporaryDirectory(prefix="rlpipe-tool-") as folder:
-        # Empty environment: the program does not see the run's secrets.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-c",
-            code,
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            cwd=folder,
-            env={},
-            preexec_fn=partial(_set_limits, memory_bytes, cpu_s),
-            start_new_session=True,
-        )
-        reading = asyncio.ensure_future(_output(process))
-        ending = asyncio.ensure_future(exit_status(process))
-        try:
-            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and len(reading.result()) < _MAX_OUTPUT_BYTES:
-                # The program closed its output and may still run.
-                await ending
-            # Kill the program's child processes: they hold its standard output open, and reading
-            # the output would wait for them.
-            status = await end_group(process)
-            output = await asyncio.wait_for(reading, _LAST_OUTPUT_S)
-        finally:
-            reading.cancel()
-            ending.cancel()
-            await end_group(process)
+        limits = {
+            resource.RLIMIT_AS: memory_bytes,
+            resource.RLIMIT_CPU: cpu_s,
+            resource.RLIMIT_CORE: 0,
+        }
+        return await program_output([sys.executable, "-I", "-c", code], folder, limits)
+
+
+async def program_output(
+    command: Sequence[str],
+    folder: str,
+    limits: Mapping[int, int],
+    *,
+    pass_fds: Sequence[int] = (),
+) -> str:
+    """Run a program in `folder` and return its output, at most _MAX_OUTPUT_BYTES.
+
+    `limits`: resource → its hard limit. `pass_fds`: file descriptors that the program inherits. A
+    program that writes more is killed, and all its child processes are killed when it ends.
+    """
+    # Empty environment: the program does not see the run's secrets.
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=STDOUT,
+        cwd=folder,
+        env={},
+        pass_fds=pass_fds,
+        preexec_fn=partial(_set_limits, limits),
+        start_new_session=True,
+    )
+    reading = asyncio.ensure_future(_output(process))
+    ending = asyncio.ensure_future(exit_status(process))
+    try:
+        await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done() and len(reading.result()) < _MAX_OUTPUT_BYTES:
+            # The program closed its output and may still run.
+            await ending
+        # Kill the program's child processes: they hold its standard output open, and reading
+        # the output would wait for them.
+        status = await end_group(process)
+        output = await asyncio.wait_for(reading, _LAST_OUTPUT_S)
+    finally:
+        reading.cancel()
+        ending.cancel()
+        await end_group(process)
     text = output.decode(errors="replace").strip()
     return text if not status else f"{text}\n(exit status {status})".strip()
 
@@ -206,7 +228,6 @@ async def _output(process: Process) -> bytes:
     return output
 
 
-def _set_limits(memory_bytes: int, cpu_s: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _set_limits(limits: Mapping[int, int]) -> None:
+    for limited, most in limits.items():
+        resource.setrlimit(limited, (most, most))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from deployments.recipes import smoke_files
@@ -26,6 +27,10 @@ def prompts(config: RunConfig) -> list[FilePrompts]:
     return [source for source in sources if isinstance(source, FilePrompts)]
 
 
+def _tools(config: RunConfig) -> set[str]:
+    return {tool.path for tool in config.rollout.tools}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_smoke_test_exercises_the_functions_and_columns_of_its_recipe(name: str):
     real, smoke = load_run(name), load_run(name, [SMOKE])
@@ -34,8 +39,14 @@ def test_a_smoke_test_exercises_the_functions_and_columns_of_its_recipe(name: st
         assert getattr(smoke, kept) == getattr(real, kept)
     keys = ("apply_chat_template", "apply_chat_template_kwargs")
     assert all(getattr(smoke.data, key) == getattr(real.data, key) for key in keys)
-    assert smoke.rollout.hook_paths == real.rollout.hook_paths
-    keys = ("tools", "tool_call_format", "max_turns", "dynamic_sampling_filter_path")
+    hooks = [config.rollout.hook_paths for config in (real, smoke)]
+    assert [path for path in hooks[0] if path not in _tools(real)] == [
+        path for path in hooks[1] if path not in _tools(smoke)
+    ]
+    # The sandbox needs bubblewrap, which a machine of a smoke test may not have.
+    names = [[tool.name for tool in config.rollout.tools] for config in (real, smoke)]
+    assert names[0] == names[1]
+    keys = ("tool_call_format", "max_turns", "dynamic_sampling_filter_path")
     assert all(getattr(smoke.rollout, key) == getattr(real.rollout, key) for key in keys)
     assert smoke.train.loss == real.train.loss
     assert smoke.teacher.opd_type == real.teacher.opd_type
@@ -93,3 +104,24 @@ def test_a_smoke_test_runs_to_its_end(name: str, tmp_path: Path):
     with LiveRun(tmp_path / "home", name, "--smoke") as run:
         assert run.finish(540) == 0, run.output
     assert f"{name}-smoke 2/2" in run.output
+
+
+@pytest.mark.integration
+@pytest.mark.long
+@pytest.mark.bubblewrap
+def test_programs_of_a_run_are_called_in_a_sandbox(tmp_path: Path):
+    tool = "[{path: rlpipe.rollout.sandbox.Python, name: code_interpreter}]"
+    # A program may wait for a core longer than usual while other tests run.
+    overrides = (f"rollout.tools={tool}", "rollout.tool_timeout_s=60")
+    with LiveRun(tmp_path / "home", "retool", "--smoke", *overrides) as run:
+        assert run.finish(540) == 0, run.output
+    files = [*(tmp_path / "home").rglob("*.parquet")]
+    responses = [row for file in files for row in _responses(file)]
+    # The script of the stand-in prints 2 + 3.
+    assert responses
+    assert all("<tool_response>\n5\n</tool_response>" in text for text in responses)
+
+
+def _responses(file: Path) -> list[str]:
+    table = pq.read_table(file)
+    return table["response"].to_pylist() if "response" in table.column_names else []

@@ -248,6 +248,19 @@ def test_two_tools_of_one_name_and_wrong_arguments_are_refused():
         load_tools([ToolConfig(path="fractions.Fraction", arguments={"nope": 1})], timeout_s=1)
 
 
+class AsyncTool:
+    def __init__(self, greeting: str) -> None:
+        self.greeting = greeting
+
+    async def __call__(self, name: str) -> str:
+        return f"{self.greeting} {name}"
+
+
+async def test_a_class_with_an_async_call_is_a_tool():
+    config = ToolConfig(path=f"{__file__}:AsyncTool", arguments={"greeting": "Hello"})
+    assert await Tool(config, timeout_s=5).answer("Ada") == "Hello Ada"
+
+
 async def test_child_processes_of_a_program_are_killed_and_do_not_delay_the_answer():
     code = (
         "import subprocess, sys\n"
