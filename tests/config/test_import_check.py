@@ -53,7 +53,7 @@ def import_files(config: RunConfig, timeout_s: float = 60.0) -> None:
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         (
             "import os; print('before the end', flush=True); os.kill(os.getpid(), 9)",
-            r"killed by SIGKILL\s+before the end",
+            r"killed by SIGKILL\s+mine.py: before the end",
         ),
         (
             "import os\nif os.fork() == 0: raise ValueError",
