@@ -79,7 +79,9 @@ class FilePrompts(Config):
 
 
 class ReasoningGymPrompts(Config):
-    """Questions of one task of the `reasoning-gym` package, which also scores the answers."""
+    """Questions of one task of the `reasoning-gym` package, which also scores the answers. The task
+    `composite` mixes several tasks: its argument `datasets` is a list of `{name, weight, config}`,
+    where `config` has the arguments of the task `name`."""
 
     type: Literal["reasoning_gym"]
     task: str
@@ -90,7 +92,7 @@ class ReasoningGymPrompts(Config):
     """Number of questions."""
     seed: int = 0
     """Seed of the questions. Question i uses seed + i, so the seeds of two data sets must differ by
-    more than `size`."""
+    more than `size`. Task number n of `composite` uses seed + n + i, n from 1."""
     exclude: tuple[ReasoningGymPrompts, ...] = ()
     """Leave out every question of these sources, such as held-out sets."""
     prompt_format: str = "{question}"

@@ -23,6 +23,7 @@ from rlpipe.types import Sample
 
 with quick_imports():  # sympy, matplotlib and 100 tasks
     import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
 
@@ -100,6 +101,8 @@ def make_task(
             expected=", ".join(nearest),
         )
     try:
+        if task == "composite":
+            arguments = _with_specs(arguments)
         return reasoning_gym.create_dataset(task, **arguments, seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
@@ -108,6 +111,17 @@ def make_task(
             found=f"{arguments}: {error}",
             expected=f"fields of {DATASETS[task][1].__name__}",
         ) from error
+
+
+def _with_specs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `composite`, whose parts are objects in place of JSON.
+
+    Raises: TypeError if a part has other keys.
+    """
+    parts = arguments.get("datasets", [])
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, dict) for part in parts):
+        raise TypeError("datasets is not a list of {name, weight, config}")
+    return {**arguments, "datasets": [DatasetSpec(**{"config": {}, **part}) for part in parts]}
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:

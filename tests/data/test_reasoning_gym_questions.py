@@ -9,7 +9,7 @@ from rlpipe.config.data import ReasoningGymPrompts
 from rlpipe.data.prompts import load_prompts
 from rlpipe.data.reasoning_gym_questions import make_questions
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.rewards.reasoning_gym import score_answer
+from rlpipe.rewards.reasoning_gym import score_answer, unpack
 
 WORDS = {"min_word_len": 3, "max_word_len": 7}
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -62,9 +62,48 @@ def test_pattern_and_formats_determine_prompt_and_label():
     assert row.label == f" {eval(expression)}\n"
 
 
-@pytest.mark.parametrize("task", sorted(set(DATASETS) - {"composite"}))
+MIXTURE = {
+    "datasets": [
+        {"name": "chain_sum", "weight": 3, "config": SUMS},
+        {"name": "rearc", "weight": 1},
+    ]
+}
+
+
+def test_a_mixture_has_questions_of_its_tasks_by_their_weights():
+    rows = make_questions(source("composite", MIXTURE, size=40, seed=11))
+    names = [
+        unpack(row.metadata["reasoning_gym"]["entry"])["metadata"]["source_dataset"] for row in rows
+    ]
+    assert 20 <= names.count("chain_sum") < 40 and set(names) == {"chain_sum", "rearc"}
+    for row in rows:
+        assert score_answer(str(row.label), json.loads(json.dumps(row.metadata))) == 1.0
+    assert rows == make_questions(source("composite", MIXTURE, size=40, seed=11))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        "chain_sum",
+        ["chain_sum"],
+        [{"name": "chain_sum"}],
+        [{"name": "no_such_task", "weight": 1}],
+        [{"name": "chain_sum", "weight": 0}],
+        [{"name": "chain_sum", "weight": 1, "arguments": {}}],
+        [{"name": "chain_sum", "weight": 1}, {"name": "chain_sum", "weight": 2}],
+    ],
+)
+def test_a_mixture_with_wrong_tasks_is_refused(parts):
+    with pytest.raises(ConfigError) as caught:
+        make_questions(source("composite", {"datasets": parts}))
+    assert caught.value.where == "data.prompts.arguments"
+
+
+@pytest.mark.parametrize("task", sorted(DATASETS))
 def test_every_tasks_answer_has_the_same_score_after_json(task):
-    row = make_questions(source(task, {}, size=1, seed=11))[0]
+    arguments = MIXTURE if task == "composite" else {}
+    row = make_questions(source(task, arguments, size=1, seed=11))[0]
     assert row.label is None or isinstance(row.label, str)
     stored = json.loads(json.dumps(row.metadata))
     assert score_answer(row.label or "", stored) == score_answer(row.label or "", row.metadata)
