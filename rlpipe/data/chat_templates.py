@@ -59,7 +59,8 @@ def no_template_error(
         "or chat_template in its tokenizer_config.json",
         do=do
         + (
-            f"set tokenizer.chat_template in {maker}, before it saves the tokenizer"
+            "write a maker of your own that sets tokenizer.chat_template before it saves the "
+            f"tokenizer, as {maker} does not"
             if maker
             else "use the model's instruct variant, or add its chat_template.jinja to the directory"
         ),

@@ -41,7 +41,7 @@ def test_a_made_model_is_checked_before_anything_starts(folder: Path):
     (folder / "package").touch()
     check(config(folder, model=model), folder / "home")
     assert not (folder / "home/models").exists(), "a model without a chat template is made later"
-    with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template in .*maker\.py:make"):
+    with pytest.raises(ConfigError, match=r"sets tokenizer\.chat_template before .*maker\.py:make"):
         check(config(folder, model=model, data=chat), folder / "home")
     (folder / "maker.py").write_text(MAKER.replace("CHAT", TEMPLATE))
     check(config(folder, model=model, data=chat), folder / "home")
