@@ -8,6 +8,7 @@ import platform
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -343,8 +344,9 @@ async def _no_programs() -> None:
 
 def _programs() -> list[int]:
     """Return the processes of sandboxes that this test started."""
-    return [
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.name() in ("bwrap", "python") and process.status() != psutil.STATUS_ZOMBIE
-    ]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "/program.py" in process.cmdline():
+                found.append(process.pid)
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,8 +194,10 @@ class Engine:
 
     async def __aexit__(self, *_error: object) -> None: ...
 
-    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        assert sequences == [[1, 2, 3, 4]]
+    async def score(
+        self, sequences: list[list[int]], images: list[list[dict[str, Any]]] | None = None
+    ) -> list[list[float]]:
+        assert sequences == [[1, 2, 3, 4]] and images is None
         Engine.now += 1
         Engine.most = max(Engine.most, Engine.now)
         await asyncio.sleep(600 if self.url == Engine.hangs else 0.01)
