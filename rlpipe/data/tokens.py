@@ -65,12 +65,10 @@ class Overlong:
     @property
     def error(self) -> DataError:
         """Return the error that names the row."""
-        # The context of the model has no key.
-        shorten = "remove or shorten the row"
         if self.setting.startswith(("data.", "rollout.")):
             shorten = f"remove the row, raise {self.setting.partition(',')[0]}"
-        elif "room" in self.setting:
-            shorten += ", use a model with a longer context"
+        else:
+            shorten = "remove or shorten the row, use a model with a longer context"
         return DataError(
             "the prompt is too long",
             where=self.where,
