@@ -295,9 +295,12 @@ def test_the_smallest_limit_applies_and_includes_the_models_context(characters):
             encode_prompt(
                 characters, row("Spell: word"), config, sampling, model_context_len=context
             )
+    with pytest.raises(DataError, match=r"raise rollout\.rollout_max_context_len, or set"):
+        encode_prompt(characters, row("Spell: word"), data(), room)
     with pytest.raises(
         DataError,
-        match=r"max_position_embeddings[\s\S]*data\.overlong_prompts: drop or truncate_left",
+        match=r"max_position_embeddings[\s\S]*longer context, or set "
+        r"data\.overlong_prompts: drop or truncate_left",
     ):
         encode_prompt(characters, row("Spell: word"), data(), rollout(), model_context_len=5)
 

@@ -85,6 +85,8 @@ def test_images_of_plans_and_evaluations_are_no_garbage(run: RunWithImages, file
     held_out, garbage = add(files, b"held out"), add(files, b"of no plan")
     node = make_node(Stage.EVAL, {"weights": weights}, dataset="held")
     Nodes(files).commit(node.model_copy(update={"outputs": {OUTPUT: [held_out]}}))
+    notes = [note.where for note in check_store(files).notes if "images/" in note.where]
+    assert notes == [files.url(image_path(garbage))]
     assert collect(files, grace_s=-60) == [image_path(garbage)]
     assert files.exists(image_path(held_out))
     assert check_store(files).findings == []

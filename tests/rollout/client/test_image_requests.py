@@ -11,6 +11,7 @@ from aiohttp import web
 from rlpipe.engines.sglang.image_inputs import decoded_all, image_data
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.rollout.client.image_requests import RequestImages, image_data_of
+from rlpipe.rollout.client.request_settings import RequestSettings
 
 PLACEHOLDER = 7
 
@@ -26,6 +27,12 @@ def test_prompts_with_equal_images_share_a_copy():
     assert [entry[0].get("same_as") for entry in data] == [None, 0, None, 2, 0]
     found = [row[0]["pixel_values"][0, 0].item() for row in decoded_all(data)]
     assert found == [1, 1, 2, 2, 1]
+
+
+def test_requests_with_images_go_to_an_engine_past_the_router_which_drops_them():
+    settings = RequestSettings({"max_new_tokens": 3}, None, None, images=images_of(1))
+    assert settings.batch_key().bypasses_router
+    assert not settings._replace(images=None).batch_key().bypasses_router
 
 
 def test_a_row_of_a_batch_may_have_no_image():
