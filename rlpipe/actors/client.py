@@ -18,10 +18,11 @@ from rlpipe.actors.drivers import Driver, is_driven
 from rlpipe.actors.engines.elastic import requested_engines
 from rlpipe.actors.engines.engine import EngineSpec
 from rlpipe.actors.engines.fleet import Weights
-from rlpipe.actors.gpu_memory import cluster_gpus, fitted
+from rlpipe.actors.gpu_memory import fitted
 from rlpipe.actors.ray import named
 from rlpipe.actors.ray import watch as ray_watch
 from rlpipe.actors.ray.calls import call, call_or_kill, kill_actors
+from rlpipe.actors.ray.cluster_gpus import cluster_gpus
 from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.ray.local_ray import begun_start, claim_gpus, connect
 from rlpipe.actors.specs import ClusterSpec

@@ -108,6 +108,10 @@ class LoraConfig(Config):
         return self.alpha / self.rank
 
 
+DEFAULT_MICRO_BATCH_TOKENS = 8192
+"""Packed tokens of a micro-batch where neither the configuration nor memory decides."""
+
+
 class TrainConfig(Config):
     """Optimizer steps of one iteration."""
 
@@ -117,9 +121,10 @@ class TrainConfig(Config):
     num_steps_per_rollout: int | None = Field(default=None, ge=1)
     """Optimizer steps of an iteration. None: derived from global_batch_size, else 1. A batch that
     lost groups to errors keeps the number of steps; no partial step is added."""
-    max_tokens_per_gpu: int = Field(default=8192, ge=1)
+    max_tokens_per_gpu: int | None = Field(default=None, ge=1)
     """Packed tokens of a micro-batch per rank (× context parallel size). A longer sample is a
-    micro-batch by itself."""
+    micro-batch by itself. None: 8192; on GPUs from 2048 to 32768, as many as fit, as the start of
+    a run says (`rlpipe.actors.gpu_memory`)."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Samples of a micro-batch, regardless of length. None: as many as fit into
     max_tokens_per_gpu."""
@@ -176,6 +181,11 @@ class TrainConfig(Config):
     memory."""
     timeout_s: float = Tuning(default=3600.0, gt=0)
     """Deadline of the whole stage."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Packed tokens of a micro-batch per rank."""
+        return self.max_tokens_per_gpu or DEFAULT_MICRO_BATCH_TOKENS
 
     @field_validator("megatron")
     @classmethod

@@ -25,7 +25,10 @@ from rlpipe.store.objects.files import Files
 from rlpipe.system.hub import HubReference, file_reference, model_reference, resolved
 
 Keys = tuple[str | int, ...]
-EARLIER_DEFAULTS: dict[Keys, Any] = {("advantage", "score_proximal"): True}
+EARLIER_DEFAULTS: dict[Keys, Any] = {
+    ("advantage", "score_proximal"): True,
+    ("train", "max_tokens_per_gpu"): 8192,
+}
 """Key that decides results → its default in an earlier release. The present default is None."""
 
 

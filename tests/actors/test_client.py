@@ -11,11 +11,11 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from rlpipe.actors import client, gpu_memory
+from rlpipe.actors import client
 from rlpipe.actors.client import Cluster, open_cluster
 from rlpipe.actors.drivers import Driver
 from rlpipe.actors.engines.engine import EngineSpec
-from rlpipe.actors.ray import named
+from rlpipe.actors.ray import cluster_gpus, named
 from rlpipe.actors.ray.calls import kill_actors
 from rlpipe.actors.ray.layout import placed
 from rlpipe.actors.specs import ClusterSpec
@@ -116,10 +116,10 @@ async def test_all_processes_of_an_epoch_decide_from_the_same_gpus(config, tmp_p
     run = validate(values)
     start(named.CONDUCTOR)
     start("generator")
-    node = {"NodeManagerAddress": gpu_memory.get_node_ip_address(), "Resources": {"GPU": 1.0}}
+    node = {"NodeManagerAddress": cluster_gpus.get_node_ip_address(), "Resources": {"GPU": 1.0}}
     nodes = [node]
-    monkeypatch.setattr(gpu_memory, "_gpu_nodes", lambda: nodes)
-    monkeypatch.setattr(gpu_memory, "smallest_gpu_mib", lambda: None)
+    monkeypatch.setattr(cluster_gpus, "_gpu_nodes", lambda: nodes)
+    monkeypatch.setattr(cluster_gpus, "smallest_gpu_mib", lambda: None)
     epochs = Epochs(Files(tmp_path / "store"))
 
     async def shares_gpus(epoch: Epoch) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,13 +23,12 @@ from rlpipe.actors.gpu_memory import (
     graph_sizes,
     requests_per_engine,
     sizes_of,
-    smallest_gpu_bytes,
     trainer_state_bytes,
+    with_micro_batches,
 )
 from rlpipe.config.load import PRESETS, presets, validate
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import parse
-from rlpipe.errors import DeadlineExceeded
 
 H100 = int(79.6 * GIB)
 H200 = int(139.7 * GIB)
@@ -282,7 +279,7 @@ def test_actors_get_the_decision_and_the_run_keeps_its_configuration(model_dir: 
     )
     assert sglang["cuda_graph_bs_decode"] == graph_sizes(256)
     assert line is not None and line.startswith("GPU memory 79.6 GiB: trainer 0.0 + ")
-    assert line.endswith("the trainer stays, engines stay")
+    assert line.endswith("the trainer stays, engines stay; micro-batches of 32768 tokens")
     assert fitted(config, model_dir, H100) == (actors, line), "a resume decides the same"
 
 
@@ -301,14 +298,53 @@ def test_given_arguments_of_engines_stay(model_dir: str, sglang, expected):
     assert ("cuda_graph_bs_decode" in found) == ("cuda_graph_max_bs_decode" not in sglang)
 
 
-def test_without_gpus_and_on_separate_gpus_nothing_is_decided(model_dir: str):
+SEPARATE: dict[str, Any] = {"resources": {"colocate": False}}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_bytes", "sections", "expected"),
+    [
+        ("0.6B", H200, {}, 32768),
+        ("0.6B", H100, {}, 32768),
+        ("0.6B", 60 * GIB, {}, 16384),
+        ("0.6B", 24 * GIB, {}, 4096),
+        ("0.6B", 12 * GIB, {}, 8192),
+        # 16384 tokens would fit, but the engines would have to release their memory.
+        ("4B", H200, {}, 8192),
+        ("4B", H200, SEPARATE, 16384),
+        ("4B", H200, {"train": {"megatron": FULL}}, 32768),
+        ("0.6B", H200, {"train": {"max_tokens_per_gpu": 1024}}, 1024),
+        ("0.6B", H200, {"train": {"micro_batch_size": 1}}, None),
+        ("0.6B", H200, {"deterministic": True}, None),
+        ("30B-A3B", H200, {}, None),
+    ],
+)
+def test_micro_batches_are_as_large_as_fits_beside_what_stays(
+    model: str, gpu_bytes: int, sections: dict[str, Any], expected: int | None
+):
+    sized = with_micro_batches(configuration(**sections), *MODELS[model], gpu_bytes)
+    assert sized.train.max_tokens_per_gpu == expected
+    assert with_micro_batches(sized, *MODELS[model], gpu_bytes) == sized
+
+
+def test_pipelines_and_images_keep_the_default_size_of_micro_batches():
+    stages = {"parallel": {"pipeline_model_parallel_size": 2}}
+    pipeline = configuration(2, train=stages)
+    assert with_micro_batches(pipeline, *MODELS["0.6B"], H200) == pipeline
+    model, parameters = MODELS["0.6B"]
+    images = {"text_config": model, "vision_config": {}}
+    assert with_micro_batches(configuration(), images, parameters, H200) == configuration()
+
+
+def test_without_gpus_nothing_is_decided_and_on_separate_gpus_only_micro_batches(model_dir: str):
     assert fitted(configuration(), model_dir, None) == (configuration(), None)
-    separate = configuration(resources={"colocate": False})
+    separate = configuration(**SEPARATE)
     actors, line = fitted(separate, model_dir, H100)
-    assert line is None and actors.resources == separate.resources
+    assert line == "micro-batches of 32768 tokens"
+    assert actors.resources == separate.resources
     assert "max_total_tokens" not in actors.engine.sglang
     small = fitted(separate, model_dir, 24 * GIB).config
-    assert small == separate, "SGLang chooses the graphs on a small GPU"
+    assert small.engine == separate.engine, "SGLang chooses the graphs on a small GPU"
 
 
 def test_a_teacher_on_the_ranks_leaves_the_defaults(model_dir: str):
@@ -317,28 +353,7 @@ def test_a_teacher_on_the_ranks_leaves_the_defaults(model_dir: str):
         teacher={"opd_type": "megatron", "opd_teacher_load": "/t"},
     )
     actors, line = fitted(config, model_dir, H100)
-    assert line is None and actors.resources == config.resources
-
-
-async def test_memory_is_that_of_the_smallest_gpu_of_live_nodes(monkeypatch: pytest.MonkeyPatch):
-    nodes: list[dict[str, Any]] = []
-    monkeypatch.setattr(gpu_memory.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(gpu_memory, "smallest_gpu_mib", lambda: 81920)
-    assert await smallest_gpu_bytes(5.0) is None
-    here = {"NodeManagerAddress": gpu_memory.get_node_ip_address(), "Resources": {"GPU": 8.0}}
-    nodes += [{**here, "Alive": False}, {**here, "Alive": True, "Resources": {"CPU": 8.0}}]
-    assert await smallest_gpu_bytes(5.0) is None
-    nodes.append({**here, "Alive": True})
-    assert await smallest_gpu_bytes(5.0) == 80 * GIB
-
-
-async def test_a_node_that_does_not_answer_about_its_gpus_is_named(monkeypatch: pytest.MonkeyPatch):
-    node = {"NodeID": "ab" * 28, "NodeManagerAddress": "192.0.2.1", "Alive": True}
-    monkeypatch.setattr(gpu_memory.ray, "nodes", lambda: [node | {"Resources": {"GPU": 8.0}}])
-    probe = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=asyncio.Future))
-    monkeypatch.setattr(gpu_memory.ray, "remote", lambda _: probe)
-    with pytest.raises(DeadlineExceeded, match="GPU memory of Ray's nodes"):
-        await smallest_gpu_bytes(0.05)
+    assert line == "micro-batches of 8192 tokens" and actors.resources == config.resources
 
 
 @pytest.mark.parametrize(

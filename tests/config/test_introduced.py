@@ -47,7 +47,12 @@ def test_only_these_defaults_changed_since_their_introduction():
                 key, introduced.default_of(model.model_fields[key], introduced.stored_table())
             ):
                 changed.append(f"{name}.{key}")
-    assert sorted(changed) == ["AdvantageConfig.score_proximal", "RunConfig.advantage"]
+    assert sorted(changed) == [
+        "AdvantageConfig.score_proximal",
+        "RunConfig.advantage",
+        "RunConfig.train",
+        "TrainConfig.max_tokens_per_gpu",
+    ]
 
 
 class Inner(Config):

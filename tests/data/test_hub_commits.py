@@ -68,15 +68,18 @@ def store(config: RunConfig, home: Path) -> None:
     Branches(Files(home / "store")).create(config.run, config.model_dump(mode="json"), "0" * 64)
 
 
-@pytest.mark.parametrize("before", [True, None])
-def test_a_run_keeps_the_default_that_it_started_with(
-    hub: Hub, tmp_path: Path, before: bool | None
+@pytest.mark.parametrize(("scores", "tokens"), [(True, 8192), (None, None)])
+def test_a_run_keeps_the_defaults_that_it_started_with(
+    hub: Hub, tmp_path: Path, scores: bool | None, tokens: int | None
 ):
-    advantage = {"use_opd": True, "score_proximal": before}
-    store(run_config(advantage=advantage), tmp_path)
-    assert as_recorded(run_config(), tmp_path).advantage.score_proximal is before
-    for other in (run_config("new"), run_config("fork", fork_from={"branch": "r", "iteration": 0})):
-        assert as_recorded(other, tmp_path).advantage.score_proximal is None
+    advantage = {"use_opd": True, "score_proximal": scores}
+    store(run_config(advantage=advantage, train={"max_tokens_per_gpu": tokens}), tmp_path)
+    resumed = as_recorded(run_config(), tmp_path)
+    assert (resumed.advantage.score_proximal, resumed.train.max_tokens_per_gpu) == (scores, tokens)
+    for name, fork in (("new", None), ("fork", {"branch": "r", "iteration": 0})):
+        other = as_recorded(run_config(name, **{"fork_from": fork} if fork else {}), tmp_path)
+        assert other.advantage.score_proximal is None
+        assert other.train.max_tokens_per_gpu is None
 
 
 def test_every_address_gets_the_hash_of_its_commit(hub: Hub, tmp_path: Path):

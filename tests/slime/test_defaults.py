@@ -122,7 +122,6 @@ REASONS: dict[str, str] = {
     "eval_function_path": "slime's validation makes None the rollout function",
     "update_weight_buffer_size": "speed only",
     "balance_by_flops": "speed only",
-    "max_tokens_per_gpu": "speed only",
     "start_rollout_id": "slime's start makes None 0",
     "save_interval": "slime saves nothing by default",
     "use_tensorboard": "logging only",

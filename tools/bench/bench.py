@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import rlpipe
+from rlpipe.actors.gpu_memory import fitted
 from rlpipe.config.load import load_run
 from rlpipe.config.run import RunConfig
 from rlpipe.config.text import dump
@@ -62,6 +63,20 @@ class Bench:
     @property
     def on_gpus(self) -> bool:
         return torch.cuda.is_available()
+
+    @property
+    def trainer_config(self) -> RunConfig:
+        """The configuration of a run's trainer, with micro-batches that fit into the GPU."""
+        memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpus else None
+        return fitted(self.config, str(self.model_dir), memory).config
+
+    @property
+    def config_of_shape(self) -> RunConfig:
+        """The configuration with micro-batches of the shape's size, unless it has another size."""
+        if self.config.train.max_tokens_per_gpu is not None:
+            return self.config
+        size = f"train.max_tokens_per_gpu={self.shape.micro_batch_tokens}"
+        return self.with_overrides([size]).config
 
     def with_overrides(self, overrides: Sequence[str]) -> Bench:
         """Return this benchmark with more overrides. Raises: ConfigError."""
@@ -122,7 +137,10 @@ def settings(shape: Shape, model_dir: Path, prompts: Path) -> dict[str, Any]:
             "rollout_max_response_len": shape.response_tokens,
         },
         "reward": {"function": {"type": "random"}},
-        "train": {"max_tokens_per_gpu": shape.micro_batch_tokens, "optimizer": {"lr": 1e-6}},
+        "train": {
+            "max_tokens_per_gpu": None if cuda else shape.micro_batch_tokens,
+            "optimizer": {"lr": 1e-6},
+        },
         "checkpoint": {"save_interval": 1_000_000},
         "observe": {"tensorboard": False},
     }

@@ -70,7 +70,7 @@ class PlainLoop:
             fused=self.device.type == "cuda",
         )
         self.batch = task.batch
-        self.max_tokens = config.train.max_tokens_per_gpu
+        self.max_tokens = config.train.micro_batch_tokens
 
     def measure(self) -> Measurement:
         """Score, train."""

@@ -259,7 +259,7 @@ class Comparison:
             train["megatron"] = {**given, "moe_grouped_gemm": True}
         work = Work(
             str(model or self._bench.model_dir),
-            self._bench.config,
+            self._bench.config_of_shape,
             train,
             batch,
             passes,

@@ -55,7 +55,7 @@ class SimulatedMegatron:
         self.spec = spec
         self.rank = rank
         self.data_parallel = world_size
-        self.max_tokens = spec.train.max_tokens_per_gpu
+        self.max_tokens = spec.train.micro_batch_tokens
         self._state = hashlib.sha256(b"first").hexdigest()[:32]
 
     def reads_whole_batch(self, *, scored: bool) -> bool:

@@ -189,7 +189,7 @@ def measure(bench: Bench, *, separate: bool = False, only: Sequence[str] = ()) -
             found=torch.cuda.device_count(),
         )
     batch = trained_batch(bench.shape).select(range(TRAINED_SAMPLES))
-    setup = RankSetup(str(bench.model_dir), str(folder), bench.config, batch)
+    setup = RankSetup(str(bench.model_dir), str(folder), bench.config_of_shape, batch)
     # A share of the memory that is free when engines start, so engines start before the trainer.
     more = SHARED_MEMORY if bench.on_gpus and gpu is None else {}
     with ExitStack() as stack:

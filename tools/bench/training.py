@@ -143,13 +143,13 @@ def measure(bench: Bench, baselines: Sequence[str] = ("hf",), *, ragged: bool = 
     bench.ensure_model()
     say = bench.progress("train")
     batch = trained_batch(bench.shape, ragged=ragged)
-    limit = bench.config.train.max_tokens_per_gpu
+    own = bench.trainer_config
+    limit = own.train.micro_batch_tokens
     say(f"{len(batch)} samples, {len(batch.tokens)} tokens in micro-batches of {limit}")
-    tasks = {OURS: None, **{name: name for name in baselines}}
-    sides = {
-        name: Side(name, Task(str(bench.model_dir), bench.config, batch, other))
-        for name, other in tasks.items()
-    }
+    directory = str(bench.model_dir)
+    sides = {OURS: Side(OURS, Task(directory, own, batch))}
+    for name in baselines:
+        sides[name] = Side(name, Task(directory, bench.config_of_shape, batch, name))
     try:
         found = (
             _together(bench, sides, say) if bench.shape.together else _one_by_one(bench, sides, say)

@@ -346,6 +346,13 @@ def _use_indexed_packed_rotation(module) -> None:
     module._apply_rotary_pos_emb_thd = rotate
 
 
+def _fuse_weight_gradients(module) -> None:
+    from rlpipe.engines.megatron.model.linear import with_fused_gradients
+
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    setattr(module, name, with_fused_gradients(getattr(module, name)))
+
+
 def _write_checkpoints_by_threads(module) -> None:
     """Write checkpoints by threads instead of processes.
 
@@ -374,6 +381,7 @@ def _write_checkpoints_by_threads(module) -> None:
 
 _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _disable_jit,
+    "megatron.core.tensor_parallel.layers": _fuse_weight_gradients,
     "megatron.core.tensor_parallel.random": _use_cpu_random_state,
     "megatron.core.transformer.moe.moe_utils": _repair_moe,
     "megatron.core.transformer.multi_latent_attention": _repair_latent_attention,

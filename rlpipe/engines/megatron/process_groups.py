@@ -85,7 +85,7 @@ class MegatronRank:
 
         An argument of `rlpipe.batch.packing.plan`.
         """
-        return self._train.max_tokens_per_gpu * self._train.parallel.context_parallel_size
+        return self._train.micro_batch_tokens * self._train.parallel.context_parallel_size
 
     def scored_samples(self, sizes: BatchSizes, *, max_tokens: int | None = None) -> np.ndarray:
         """Return the samples that a scoring pass of this rank reads, ascending. Not collective.

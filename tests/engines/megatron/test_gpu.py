@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import TrainConfig
 from rlpipe.engines.megatron.checkpoint import state
-from rlpipe.engines.megatron.model import fused, varlen, vocab
+from rlpipe.engines.megatron.model import fused, linear, varlen, vocab
 from rlpipe.engines.megatron.model.attention import packed_layout
 from rlpipe.system.ports import free_port
 from tests.engines.megatron.model.test_vocab import ALONE
@@ -181,6 +182,39 @@ def test_the_hash_of_the_kernel_equals_torch():
         0, 256, (100_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     assert state.device_hash(content.cuda()).tolist() == state.device_hash(content).tolist()
+
+
+def test_products_add_weight_gradients_to_the_buffer(models, monkeypatch):
+    """One rounding less than Megatron's own sum, so the gradients are near but not equal."""
+    fused_gradients = _gradients(models["qwen3"])
+    monkeypatch.setattr(linear, "accumulates", lambda _: False)
+    own = _gradients(models["qwen3"])
+    products = [name for name in own if ".linear_" in name and name.endswith("weight")]
+    assert products
+    for name, gradient in own.items():
+        assert distance(fused_gradients[name], gradient) < 1e-2, name
+    assert any(distance(fused_gradients[name], own[name]) > 0 for name in products)
+
+
+def _gradients(model_dir: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of one step in several micro-batches, by Megatron's names."""
+    config = TrainConfig.model_validate(
+        {"optimizer": {"lr": 1e-3, "clip_grad": 0.0}, "max_tokens_per_gpu": 128}
+    )
+    ours = engine(model_dir, config, 0, 1, free_port(), dtype="bfloat16")
+    try:
+        ours.load_hf()
+        batch = make_batch(100)
+        packing = plan(
+            batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=1
+        )
+        assert len(packing.steps[0][0]) > 3
+        ours.train(batch, packing)
+        (chunk,) = ours.trained.chunks
+        parameters: dict[str, Any] = dict(chunk.named_parameters())
+        return {name: each.main_grad.clone() for name, each in parameters.items()}
+    finally:
+        ours.close()
 
 
 def test_twenty_packed_steps_are_reproducible(models):

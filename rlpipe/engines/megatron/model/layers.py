@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,18 +146,29 @@ class Attention(SelfAttention):
     ) -> Any:
         rotation = keywords.get("rotary_pos_emb")
         layout = keywords.get("packed_seq_params")
-        self._angles = None
+        angles = None
         if (
             isinstance(layout, PackedLayout)
             and isinstance(rotation, torch.Tensor)
             and self._can_fuse(rotation)
         ):
-            self._angles = layout.angles(rotation)
+            angles = layout.angles(rotation)
             # Megatron rotates unless this is None; `get_query_key_value_tensors` rotates instead.
             keywords["rotary_pos_emb"] = None
+        # A module's own `__setattr__` is slow, and every layer is here in every micro-batch.
+        object.__setattr__(self, "_angles", angles)
         return super().forward(hidden_states, attention_mask, *args, **keywords)
 
     def _can_fuse(self, rotation: torch.Tensor) -> bool:
+        # The whole head is rotated, by one set of angles.
+        return self._has_plain_heads and rotation.shape[1:] == (
+            1,
+            1,
+            self.hidden_size_per_attention_head,
+        )
+
+    @cached_property
+    def _has_plain_heads(self) -> bool:
         config = self.config
         size = self.hidden_size_per_attention_head
         plain = not (
@@ -172,8 +184,6 @@ class Attention(SelfAttention):
         return (
             plain
             and norms
-            # The whole head is rotated, by one set of angles.
-            and rotation.shape[1:] == (1, 1, size)
             # Triton's ranges are powers of two.
             and size & (size - 1) == 0
             # No key head is shared by several tensor parallel ranks.
@@ -199,7 +209,7 @@ class Attention(SelfAttention):
             for norm in (self.q_layernorm, self.k_layernorm)
         )
         cosine, sine = self._angles
-        self._angles = None
+        object.__setattr__(self, "_angles", None)
         grouped = mixed[:, 0].unflatten(-1, (self.num_query_groups_per_partition, -1))
         parts = query_key_value(grouped, query, key, cosine, sine, self.config.layernorm_epsilon)
         return tuple(part[:, None] for part in parts)

@@ -28,6 +28,7 @@ from torch.distributed import ReduceOp, all_reduce
 from torch.nn.functional import linear
 
 from rlpipe.engines.megatron import platform
+from rlpipe.engines.megatron.model.linear import add_product_
 
 if platform.CUDA_FOUND:
     from rlpipe.engines.megatron.model import kernels
@@ -136,21 +137,12 @@ class _GradientSum:
         self._total: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-        if grad.is_cuda and grad.dtype != torch.float32:
-            self._add_wide(grad.t(), hidden)
-        elif self._total is None:
+        if self._total is not None:
+            add_product_(self._total, grad.t(), hidden)
+        elif grad.is_cuda and grad.dtype != torch.float32:
+            self._total = torch.ops.aten.mm.dtype(grad.t(), hidden, torch.float32)
+        else:
             self._total = grad.t().float() @ hidden.float()
-        else:
-            self._total.addmm_(grad.t().float(), hidden.float())
-
-    def _add_wide(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Multiply in 16 bit. The matrix unit sums in float32 and stores float32."""
-        if self._total is None:
-            self._total = torch.ops.aten.mm.dtype(grad, hidden, torch.float32)
-        else:
-            torch.ops.aten.addmm.dtype_out(
-                self._total, grad, hidden, torch.float32, out=self._total
-            )
 
     def value(self) -> torch.Tensor:
         """Return the sum in the weight's dtype."""
