@@ -86,7 +86,7 @@ def _push_conflict(config: RunConfig) -> str | None:
         "resources.external_engines: it needs servers that the run starts": bool(
             resources.external_engines
         ),
-        "engines that release their weights (resources.offload_rollout)": resources.engines_sleep,
+        "resources.offload_rollout: engines keep the frozen weights": resources.engines_sleep,
     }
     return next((text for text, conflict in conflicts.items() if conflict), None)
 
@@ -187,3 +187,17 @@ def adapter_config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def with_resident_engines(values: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values with which the engines of a run that pushes adapters keep their weights.
+
+    Without `resources.offload_rollout`, engines on shared GPUs might release them.
+    """
+    sync = values.get("sync")
+    resources = values.get("resources", {})
+    if not (isinstance(sync, dict) and sync.get("transport") == "adapter"):
+        return values
+    if not isinstance(resources, dict):
+        return values  # the field's error names it
+    return {**values, "resources": {"offload_rollout": False, **resources}}

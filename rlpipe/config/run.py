@@ -29,7 +29,7 @@ from rlpipe.config.model import (
     external_conflict,
 )
 from rlpipe.config.observe import GatesConfig, ObserveConfig, StopCondition
-from rlpipe.config.peft_directory import adapter_conflict
+from rlpipe.config.peft_directory import adapter_conflict, with_resident_engines
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.store_root import canonical_root
 from rlpipe.config.train import (
@@ -185,7 +185,7 @@ class RunConfig(Config):
         for section, key in (("data", "rollout_seed"), ("train", "seed")):
             if type(seed) is int and isinstance(section_values := values.get(section, {}), dict):
                 values[section] = {key: seed, **section_values}
-        return set_surrogate(values)
+        return set_surrogate(with_resident_engines(values))
 
     @model_validator(mode="after")
     def _batch_sizes_and_ranks_fit(self):

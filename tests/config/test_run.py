@@ -35,7 +35,10 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
             {"sync": {"transport": "adapter", "check_weight_update_equal": True}},
             "check_weight_update_equal",
         ),
-        ({"resources": {"colocate": True}}, "resources.offload_rollout"),
+        (
+            {"resources": {"colocate": True, "offload_rollout": True}},
+            "resources.offload_rollout",
+        ),
         (
             {
                 "resources": {"external_engines": ["http://127.0.0.1:9"]},
@@ -48,6 +51,9 @@ SERVER = {"opd_type": "sglang", "url": "http://t:1"}
 def test_pushes_of_adapters_refuse_settings_that_need_all_weights(keys: dict[str, Any], words: str):
     adapters = {**BASE, "train": {"lora": {"rank": 4}}, "sync": {"transport": "adapter"}}
     assert validate(adapters).sync.transport == "adapter"
+    shared = validate({**adapters, "resources": {"colocate": True}})
+    assert not shared.resources.engines_sleep and shared.resources.trainer_sleeps
+    assert validate(shared.model_dump(mode="json")) == shared
     with pytest.raises(ConfigError, match=words):
         validate({**adapters, **keys})
 

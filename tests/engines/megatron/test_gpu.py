@@ -184,39 +184,6 @@ def test_the_hash_of_the_kernel_equals_torch():
     assert state.device_hash(content.cuda()).tolist() == state.device_hash(content).tolist()
 
 
-def test_products_add_weight_gradients_to_the_buffer(models, monkeypatch):
-    """One rounding less than Megatron's own sum, so the gradients are near but not equal."""
-    fused_gradients = _gradients(models["qwen3"])
-    monkeypatch.setattr(linear, "accumulates", lambda _: False)
-    own = _gradients(models["qwen3"])
-    products = [name for name in own if ".linear_" in name and name.endswith("weight")]
-    assert products
-    for name, gradient in own.items():
-        assert distance(fused_gradients[name], gradient) < 1e-2, name
-    assert any(distance(fused_gradients[name], own[name]) > 0 for name in products)
-
-
-def _gradients(model_dir: str) -> dict[str, torch.Tensor]:
-    """Return the gradients of one step in several micro-batches, by Megatron's names."""
-    config = TrainConfig.model_validate(
-        {"optimizer": {"lr": 1e-3, "clip_grad": 0.0}, "max_tokens_per_gpu": 128}
-    )
-    ours = engine(model_dir, config, 0, 1, free_port(), dtype="bfloat16")
-    try:
-        ours.load_hf()
-        batch = make_batch(100)
-        packing = plan(
-            batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=1
-        )
-        assert len(packing.steps[0][0]) > 3
-        ours.train(batch, packing)
-        (chunk,) = ours.trained.chunks
-        parameters: dict[str, Any] = dict(chunk.named_parameters())
-        return {name: each.main_grad.clone() for name, each in parameters.items()}
-    finally:
-        ours.close()
-
-
 def test_twenty_packed_steps_are_reproducible(models):
     digests = {}
     seconds = {}
@@ -248,5 +215,38 @@ def _twenty_steps(model_dir: str, *, deterministic: bool) -> tuple[str, float]:
         columns = batch.with_columns(proximal_log_probs=ours.score(batch))
         started = time.perf_counter()
         return ours.train(columns, packing).state_digest, time.perf_counter() - started
+    finally:
+        ours.close()
+
+
+def test_products_add_weight_gradients_to_the_buffer(models, monkeypatch):
+    """One rounding less than Megatron's own sum, so the gradients are near but not equal."""
+    fused_gradients = _gradients(models["qwen3"])
+    monkeypatch.setattr(linear, "accumulates", lambda _: False)
+    own = _gradients(models["qwen3"])
+    products = [name for name in own if ".linear_" in name and name.endswith("weight")]
+    assert products
+    for name, gradient in own.items():
+        assert distance(fused_gradients[name], gradient) < 1e-2, name
+    assert any(distance(fused_gradients[name], own[name]) > 0 for name in products)
+
+
+def _gradients(model_dir: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of one step in several micro-batches, by Megatron's names."""
+    config = TrainConfig.model_validate(
+        {"optimizer": {"lr": 1e-3, "clip_grad": 0.0}, "max_tokens_per_gpu": 128}
+    )
+    ours = engine(model_dir, config, 0, 1, free_port(), dtype="bfloat16")
+    try:
+        ours.load_hf()
+        batch = make_batch(100)
+        packing = plan(
+            batch.lengths, global_batch_size=None, max_tokens=ours.max_tokens, data_parallel=1
+        )
+        assert len(packing.steps[0][0]) > 3
+        ours.train(batch, packing)
+        (chunk,) = ours.trained.chunks
+        parameters: dict[str, Any] = dict(chunk.named_parameters())
+        return {name: each.main_grad.clone() for name, each in parameters.items()}
     finally:
         ours.close()

@@ -428,7 +428,8 @@ def heads_backward(
     tokens, groups, width = mixed.shape
     half = cosine.shape[1]
     rows = tokens * groups * group
-    programs = max(1, min(2 * PROGRAMS, -(-rows // 16)))
+    # 32 rows: 134 µs for 16k tokens of Qwen3-0.6B on an H200, 16 rows 213 µs.
+    programs = max(1, min(PROGRAMS, -(-rows // 32)))
     parts = torch.empty(programs, 2 * half, dtype=torch.float32, device=mixed.device)
     _launch(_heads_backward, programs)(
         grad,
@@ -448,7 +449,7 @@ def heads_backward(
         programs,
         NORM=weight is not None,
         HALF=half,
-        ROWS=16,
+        ROWS=32,
         num_warps=4,
     )
     return None if weight is None else parts.sum(0).to(weight.dtype)
