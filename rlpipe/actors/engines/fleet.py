@@ -300,6 +300,8 @@ class Fleet:
         weights = self.weights
         if weights is None or (engine.stamp in self._acceptable and engine.admitted):
             return
+        if self._pushing.locked():  # a wait would delay the start of an engine that dies meanwhile
+            return
         # An engine with acceptable weights only needs its admission, and no trainer.
         if engine.stamp in self._acceptable or await self._can_send(weights):
             async with self._pushing:

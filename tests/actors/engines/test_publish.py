@@ -243,6 +243,7 @@ async def test_an_engine_that_restarts_during_a_push_gets_another_push(
 
     async def dies() -> None:
         trainer.meanwhile = None
+        await asyncio.sleep(0.3)  # supervisors check the engines during the push
         await actor(fleet.engines[1].actor).become.remote(alive=False)
         await until(up_again)
 
