@@ -24,6 +24,9 @@ os.environ.setdefault(
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
 )  # 20 is too little while other tests run
 os.environ.setdefault("RLPIPE_PREFECT_IDLE_S", "0")  # each home of a test would keep a server
+# Threads of torch that wait sleep. On cores that other processes use, a small model took ten times
+# the CPU seconds with threads that spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 prepare()

@@ -178,7 +178,7 @@ async def test_two_rollouts_run_at_once_and_the_end_of_one_does_not_affect_the_o
 @pytest.mark.integration
 async def test_another_attempt_at_an_iteration_ends_the_first_and_adopts_its_groups(live, tmp_path):
     generator = await _generator(
-        live, tmp_path, {"rollout_batch_size": 18}, engine={"server_concurrency": 8}
+        live, tmp_path, {"rollout_batch_size": 10}, engine={"server_concurrency": 8}
     )
     planned = await generator.plan(DRIVER, 0, DataState())
     first = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
@@ -186,7 +186,7 @@ async def test_another_attempt_at_an_iteration_ends_the_first_and_adopts_its_gro
     second = await generator.rollout(DRIVER, planned["plan"])
     with pytest.raises(RolloutAbandoned):
         await first
-    assert second["outputs"]["adopted_groups"] >= 2 and len(_samples(tmp_path, second)) == 18
+    assert second["outputs"]["adopted_groups"] >= 2 and len(_samples(tmp_path, second)) == 10
     assert await generator.progress(0) == {"done": 0, "total": 0, "tokens": 0}
 
 
@@ -218,7 +218,7 @@ async def test_a_replaced_driver_can_neither_sample_nor_end_rollouts_of_the_next
     live, tmp_path
 ):
     generator = await _generator(
-        live, tmp_path, {"rollout_batch_size": 12}, engine={"server_concurrency": 8}
+        live, tmp_path, {"rollout_batch_size": 6}, engine={"server_concurrency": 8}
     )
     planned = await generator.plan(DRIVER, 0, DataState())
     running = asyncio.create_task(generator.rollout(DRIVER, planned["plan"]))
@@ -231,7 +231,7 @@ async def test_a_replaced_driver_can_neither_sample_nor_end_rollouts_of_the_next
     ):
         with pytest.raises(Fenced, match="run run in epoch 2"):
             await refused
-    assert len((await running)["outputs"]["accepted"]) == 12
+    assert len((await running)["outputs"]["accepted"]) == 6
 
 
 @pytest.mark.integration
@@ -263,7 +263,8 @@ import httpx
 async def generate(args, sample, sampling_params):
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     for turn in range(2):
-        async with httpx.AsyncClient(timeout=60) as client:
+        # Certificates take a tenth of a CPU second to read.
+        async with httpx.AsyncClient(timeout=60, verify=False) as client:
             body = {"input_ids": sample.tokens, "sampling_params": sampling_params}
             answer = await client.post(url, json=body)
         output = answer.json()["meta_info"]
