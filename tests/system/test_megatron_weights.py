@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpipe.config.model import ModelConfig
+from rlpipe.engines.megatron.checkpoint.conversion.convert import to_torch_dist
 from rlpipe.errors import ConfigError
 from rlpipe.lineage.source_weights import WeightSource, local_directory
 from rlpipe.model_dir import directory_here, model_directory
@@ -50,10 +49,7 @@ def source(origin: Path, checkpoint: Path, step: int | None = None) -> ModelConf
 @pytest.mark.integration
 def test_a_checkpoint_is_converted_once_and_has_its_own_weights(tmp_path: Path, capfd):
     origin, other = make_model(tmp_path / "origin", 1), make_model(tmp_path / "other", 2)
-    command = [sys.executable, "-m", "tools.convert_hf_to_torch_dist"]
-    subprocess.run(
-        [*command, "--hf-checkpoint", str(other), "--save", str(tmp_path / "dist")], check=True
-    )
+    to_torch_dist(other, tmp_path / "dist")
     model = source(origin, tmp_path / "dist")
     directory = model_directory(model, tmp_path / "home", seed=0)
     found = load_file(Path(directory) / "model.safetensors")

@@ -166,9 +166,6 @@ def test_the_check_runs_in_a_separate_process(models):
     model = ModelConfig(
         source=HuggingFaceModel(type="huggingface", hf_checkpoint=models["qwen3"]), dtype="float32"
     )
-    check_trainer(
-        Path(models["qwen3"]), model, TrainConfig(megatron={"recompute_granularity": "full"})
-    )
     with pytest.raises(ConfigError, match=r"(?s)train\.megatron.*together.*recompute_num_layers"):
         check_trainer(
             Path(models["qwen3"]),

@@ -67,9 +67,7 @@ def test_a_file_of_other_adapters_is_refused(models, tmp_path: Path):
 
 
 @pytest.mark.integration
-async def test_the_conversion_of_a_file_or_a_checkpoint_in_a_process_of_its_own(
-    models, tmp_path: Path
-):
+async def test_a_process_converts_a_file_like_its_checkpoint(models, tmp_path: Path):
     model = models["qwen3"]
     saved = save_adapters(0, 1, free_port(), model, TRAIN, str(tmp_path / "saved"))
     path = tmp_path / "adapters.safetensors"
@@ -77,16 +75,19 @@ async def test_the_conversion_of_a_file_or_a_checkpoint_in_a_process_of_its_own(
 
     async def report_progress(_: dict[str, Any]) -> None: ...
 
-    sources = {
-        "of file": (path, Path(model), {"base": model}),
-        "of checkpoint": (tmp_path / "saved", None, {}),
+    job = conversion_job(path, tmp_path / "of file", Path(model), {"base": model}, adapter=True)
+    report = await run_conversion(job, report_progress)
+    assert report["tensors"] == len(load(saved["file"]))
+    source, output = tmp_path / "saved", tmp_path / "of checkpoint"
+    assert conversion_job(source, output, None, {}, adapter=True) == {
+        "to": "peft",
+        "checkpoint": str(source),
+        "output": str(output),
     }
-    for name, (source, origin, settings) in sources.items():
-        job = conversion_job(source, tmp_path / name, origin, settings, adapter=True)
-        report = await run_conversion(job, report_progress)
-        assert report["tensors"] == len(load(saved["file"]))
+    assert to_peft(source, output).tensors == len(load(saved["file"]))
     written, expected = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in sources
+        load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("of file", "of checkpoint")
     )
     assert written.keys() == expected.keys()
     assert all(written[name].equal(expected[name]) for name in expected)

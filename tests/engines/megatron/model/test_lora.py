@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from rlpipe.batch.packing import plan
 from rlpipe.config.train import LORA_TARGETS, LoraConfig, TrainConfig
+from rlpipe.engines.megatron.preflight import refused
 from rlpipe.errors import ConfigError
 from rlpipe.system.ports import free_port
 from tests.engines.megatron import families, reference
@@ -22,6 +21,7 @@ from tests.engines.megatron.lora_jobs import (
     with_plain_adapters,
 )
 from tests.engines.megatron.ranks import make_batch, near, save_and_resume
+from tests.engines.megatron.test_preflight import given
 from tests.parameters import each
 
 LORA = {"rank": 4, "alpha": 8}
@@ -261,14 +261,9 @@ def test_the_first_adapters_depend_on_the_seed_only(models, two_ranks, alone):
     ],
 )
 def test_unsupported_models_are_refused_before_the_start(tmp_path, family, train, problem):
-    from rlpipe.config.model import HuggingFaceModel, ModelConfig
-    from rlpipe.engines.megatron.preflight import check_trainer
-
-    directory = families.make(family, tmp_path)
-    source = HuggingFaceModel(type="huggingface", hf_checkpoint=directory)
-    config = TrainConfig.model_validate({"lora": LORA, **train})
-    with pytest.raises(ConfigError, match=problem):
-        check_trainer(Path(directory), ModelConfig(source=source, dtype="float32"), config)
+    error = refused(given(families.make(family, tmp_path), lora=LORA, **train))
+    assert error is not None
+    assert problem in str(ConfigError(**error))
 
 
 def test_targets_have_one_order_and_no_dropout():
