@@ -9,7 +9,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.variables import Variable
 
-from deployments import apply
+from deployments import apply, declarations
 
 
 def site_parameters(*deployments: str) -> list[list[str]]:
@@ -25,6 +25,8 @@ def test_a_site_declared_after_make_up_keeps_its_store_and_ray_cluster(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
+    # Each deployment is several requests; test_apply.py declares all recipes.
+    monkeypatch.setattr(declarations, "recipes", lambda: ["spell_backward"])
     mine = tmp_path / "mine.yaml"
     mine.write_text("overrides: [num_rollout=3]")
 
