@@ -49,6 +49,7 @@ once each would have half a machine."""
 SHARED = {
     "engine and ranks": re.compile(
         r"\blive: Live\b|\blive_engine\b|def test_\w+\(\s*live\b|\btwo_ranks\b|\bslime_checkpoint\b"
+        r"|\bforked_engines\b"
     ),
     "Ray": re.compile(r"\blocal_ray\b|\bfleet: Fleet\b"),
     "Prefect": re.compile(r"\bprefect_server\b"),

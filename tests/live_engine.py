@@ -16,6 +16,7 @@ from rlpipe.config.model import EngineConfig, ResourcesConfig
 from rlpipe.config.train import LoraConfig
 from rlpipe.engines.sglang.router import Router
 from rlpipe.engines.sglang.server import Server
+from tests.engine_template import forked_engines
 
 VOCAB_SIZE = 128
 CONTEXT_LEN = 256
@@ -108,7 +109,8 @@ def live_engine(config: pytest.Config) -> Live:
         config.add_cleanup(lambda: shutil.rmtree(folder))
         config.add_cleanup(server.stop)
         config.add_cleanup(router.stop)
-        server.start()
+        with forked_engines():
+            server.start()
         router.start()
         server.wait_ready(START_S)
         router.wait_ready(START_S)

@@ -27,6 +27,7 @@ from rlpipe.rollout.generate import SingleTurn
 from rlpipe.store.routed_experts import NOT_ROUTED, one_per_token, routed_width
 from rlpipe.system.ports import free_port
 from rlpipe.types import PlannedGroup, Sample, Status
+from tests.engine_template import forked_engines
 from tests.engines.megatron.ranks import engine
 from tests.live_engine import FIRST_STAMP, START_S
 
@@ -75,7 +76,8 @@ def moe(tmp_path_factory):
     server = server_of(folder)
     router = Router(EngineConfig(), port=None, log_path=folder / "router.log")
     try:
-        server.start()
+        with forked_engines():
+            server.start()
         router.start()
         server.wait_ready(START_S)
         router.wait_ready(START_S)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlpipe.engines.sglang.image_inputs import decoded, image_data
+from tests.engine_template import forked_engines
 from tests.engines.megatron import vision_models
 from tests.engines.megatron.vision_models import IMAGE, START
 from tests.live_engine import START_S, make_server
@@ -42,7 +43,8 @@ def test_a_server_reads_images_like_transformers(family, tmp_path):
     pixels = np.concatenate([images.pixels[digest] for digest in images.digests])
     server = make_server(directory, tmp_path / "log", context_length=256)
     try:
-        server.start()
+        with forked_engines():
+            server.start()
         server.wait_ready(START_S)
         answer = httpx.post(
             f"{server.url}/generate",

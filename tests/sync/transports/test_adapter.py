@@ -19,6 +19,7 @@ from rlpipe.errors import SyncError
 from rlpipe.rollout.client.generate_client import GenerateClient
 from rlpipe.sync.transports.adapter import AdapterTransport
 from rlpipe.sync.transports.base import Push
+from tests.engine_template import forked_engines
 from tests.engines.megatron.lora_jobs import plain_adapters, with_plain_adapters
 from tests.live_engine import START_S, VOCAB_SIZE, log_probs, make_model, make_server
 from tests.sync.setups import transport_setup
@@ -32,7 +33,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
     """A server of the model in `tmp_path / "model"`, with room for adapters."""
     make_model(tmp_path / "model", seed=0)
     made = make_server(tmp_path / "model", tmp_path / "server.log", lora=LORA)
-    made.start()
+    with forked_engines():
+        made.start()
     yield made
     made.stop()
 
