@@ -16,24 +16,18 @@ The words, each with one meaning everywhere (rlpipe/store/README.md has the whol
     batch                the samples that an iteration trains on
     loss mask            0 or 1 per response token: the token counts in the loss
     policy, reference    the trained model; its frozen copy for KL terms
-    critic, teacher      value model of PPO; model that on-policy distillation follows
     behaviour log-probs  `rollout_log_probs`: from the engine, when it sampled the token
     proximal log-probs   `proximal_log_probs`: from the trainer, before the first optimizer step
-    advantage            weight of a token in the policy loss
-    hook                 user function that the configuration names by its path
     weight version       number of iterations trained on the branch; the first weights are version 0
     staleness            weight version trained minus weight version that sampled the token
     trainer, rank        the Megatron processes of a run; one of them
     engine, router       an SGLang server; sglang-router before the engines
     generator, conductor Ray actors: one samples groups, the other orders calls to ranks and engines
     checkpoint           a stored state: weights, optimizer, schedule and random state
-    push, transport      transfer of a weight version to the engines; its method
     node                 immutable result of a stage, named by the digest of its inputs
     input digest         sha256 of a stage's parents, settings, hooks and contract version
     commit               record of an iteration: its nodes, groups and cursor
     branch               the commits of a run; a fork begins at a commit of another branch
-    epoch, lease         one driver of a branch; its renewed right to write
-    segment              a state that a replay made, with a checkpoint
 """
 
 from __future__ import annotations
@@ -49,6 +43,8 @@ Message = dict[str, Any]
 Prompt = str | list[Message]
 Image = tuple[str, int, int]
 """SHA-256 of a stored image file, and the rows and columns of patches that a model reads."""
+RowDraw = tuple[int, str | None, str | None]
+"""Number of a drawn row, its source, and its difficulty; None without sources or difficulties."""
 
 
 class Stage(StrEnum):
@@ -368,6 +364,8 @@ class PlannedGroup(Record):
     """Supervised rows only: 1 where a response token counts in the loss."""
     rejected_ids: tuple[int, ...] = Field(default=(), exclude_if=lambda ids: not ids)
     """Preference rows only: the rejected response. Not stored if empty, as in older plans."""
+    row: RowDraw | None = Field(default=None, exclude_if=lambda row: row is None)
+    """With `data.curriculum`: the row, and the pool that it was drawn from. None: not stored."""
     earlier: str | None = None
     """Buffered groups: digest of the plan with the rows so far. None: sample from the start."""
 
@@ -395,6 +393,8 @@ class DataState(Record):
     draws: int = 0
     """Groups drawn along the branch so far: the number of the next group id."""
     buffer: tuple[BufferedGroup, ...] = ()
+    rows: str | None = Field(default=None, exclude_if=lambda rows: rows is None)
+    """With `data.curriculum`: digest of the states of its rows. None: not stored."""
 
 
 class Plan(Record):

@@ -32,6 +32,7 @@ from rlpipe.data.user_source import BufferFilter, CustomSource
 from rlpipe.engines.sglang.image_inputs import image_data
 from rlpipe.engines.sglang.reply_format import SglangReplies
 from rlpipe.errors import EngineError
+from rlpipe.lineage.visits import rejected_visits
 from rlpipe.model_dir import directory_here, end_ids, prompt_context_len
 from rlpipe.observe.evaluation_metrics import evaluation_metrics
 from rlpipe.observe.flops import model_flops
@@ -58,6 +59,7 @@ from rlpipe.rollout.sampler import run_rollout
 from rlpipe.slime.args import slime_args
 from rlpipe.store.images import OUTPUT, Images
 from rlpipe.store.objects.files import Files
+from rlpipe.store.row_states import StoredRowStates
 from rlpipe.types import DataState, Plan, Sample
 
 SAMPLES_PER_REQUEST_ON_CPU = 64
@@ -202,6 +204,9 @@ class Generator:
         outputs = result.outputs()
         if removed:
             outputs["removed"] = removed
+        if curriculum := self._config.data.curriculum:
+            threshold = curriculum.pass_threshold
+            outputs |= rejected_visits(result.scored, result.dropped, threshold)
         if self._flops is not None and result.progress.spans:
             outputs["flops"] = self._flops.sampled(result.progress.spans)
         outputs["metrics"] = self._client.take_metrics() if self._client is not None else {}
@@ -374,6 +379,7 @@ class Generator:
             keep_messages=reads_messages(config.reward),
             images=self._images,
             stored=Images(self._files),
+            row_states=StoredRowStates(self._files),
         )
 
     def _create_planner(self, rollout: RolloutConfig, args: Namespace) -> Planner:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlpipe.config.base import MOST_PROCESSES, MOST_ROWS, MOST_TOKENS, Config, Tuning
+from rlpipe.config.draws import CurriculumConfig, SlimePosition
 from rlpipe.config.rollout import TokenId, TopK
 from rlpipe.errors import ConfigError
 
@@ -140,19 +141,6 @@ PromptSource = Annotated[
 ]
 
 
-class SlimePosition(Config):
-    """Position of a run of slime in its prompts, from `rollout/global_dataset_state_dict_….pt`."""
-
-    epoch: int = Field(ge=0)
-    """Epoch of that run, from 0."""
-    offset: int = Field(ge=0)
-    """Prompts of the epoch that were drawn."""
-    draws: int | None = Field(default=None, ge=0)
-    """Prompts drawn in all epochs. Another number of rows is an error. None: not compared."""
-    file: str | None = Tuning(None)
-    """File of the position, for the record of the run's sources. None: no record."""
-
-
 class DataConfig(Config):
     """The data source: prompts, their order and their tokenization."""
 
@@ -175,6 +163,8 @@ class DataConfig(Config):
     """Begin after the prompts that a run of slime has drawn, in slime's order of rollout_seed and
     epoch. The first epoch of the run is the rest of slime's. None: begin with all prompts, in
     rlpipe's order. A `rollout.data_source_path` does not use it."""
+    curriculum: CurriculumConfig | None = None
+    """Draw rows by source and difficulty. None: draw every row once in each epoch."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Longest prompt in tokens; `overlong_prompts` handles longer ones. None: only the context
     limits the length."""

@@ -20,6 +20,7 @@ from rlpipe.config.algorithms import (
 )
 from rlpipe.config.base import Config, Name, Tuning
 from rlpipe.config.data import DataConfig, EvaluationConfig, RewardConfig, needs_environment
+from rlpipe.config.draws import curriculum_conflict
 from rlpipe.config.model import (
     BranchModel,
     EngineConfig,
@@ -383,6 +384,12 @@ class RunConfig(Config):
                 f"{ranks} ranks must be a multiple of the critic's TP × PP × CP = "
                 f"{parallel.model_ranks} (critic.parallel, else train.parallel)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_can_be_drawn(self):
+        if conflict := curriculum_conflict(self):
+            raise ValueError(conflict)
         return self
 
     @model_validator(mode="after")

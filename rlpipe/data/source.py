@@ -4,6 +4,9 @@
 No state is kept between calls (permutations are only cached). The same state therefore gives the
 same plan in any process, and the state after a plan is all that a commit needs.
 
+With `data.curriculum`, `rlpipe.data.curriculum` chooses the rows, and epoch and offset only count
+the draws.
+
 With `data.slime_position`, the order is slime's, and epoch 0 is the rest of slime's epoch.
 
 With `data.overlong_prompts: drop`, an epoch consists of the rows that are short enough, in their
@@ -15,24 +18,28 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.config.data import DataConfig, EvalDataset
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.data.curriculum import Curriculum, Visits
 from rlpipe.data.prompts import PromptRow
 from rlpipe.data.tokens import (
     Encoded,
     Overlong,
     as_messages,
+    encode_preference,
     encode_prompt,
     encode_supervised,
+    kept_rows,
+    overlong_rows,
 )
-from rlpipe.errors import ConfigError, DataError
+from rlpipe.errors import DataError
 from rlpipe.store.images import Images
 from rlpipe.store.labels import label_text
+from rlpipe.store.row_states import StoredRowStates
 from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup, Prompt
 
 if TYPE_CHECKING:
@@ -60,13 +67,15 @@ class DataSource:
         keep_messages: bool = False,
         images: ImageReader | None = None,
         stored: Images | None = None,
+        row_states: StoredRowStates | None = None,
     ):
         """Create the source of a branch.
 
         `async_buffer_size`: largest staleness of a trained token. `model_context_len`: longest
         prompt + response of the model; None: no limit of prompts. `keep_messages`: keep the
         messages of rendered prompts as `metadata.messages`. `images`: how the model reads images;
-        None: a model of text. `stored`: where the images of drawn rows are stored.
+        None: a model of text. `stored`: where the images of drawn rows are stored. `row_states`:
+        where `data.curriculum` keeps the states of rows.
 
         Raises: DataError without rows, unless a user's source provides them (`draw` of `plan`).
         """
@@ -89,6 +98,10 @@ class DataSource:
         self._keep_messages = keep_messages or rollout.samples_by_user_function
         # A plan can span two epochs.
         self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._curriculum: Curriculum | None = None
+        if data.curriculum is not None:
+            assert row_states is not None
+            self._curriculum = Curriculum(rows, data, self._order, row_states)
 
     def __len__(self) -> int:
         """Return the number of rows of one epoch."""
@@ -97,12 +110,15 @@ class DataSource:
     def check(self) -> None:
         """Encode every row once, to find a bad row before the run starts.
 
-        Raises: DataError naming the row; ConfigError if every row is dropped.
+        Raises: DataError naming the row; ConfigError if every row is dropped, or if the weights of
+        `data.curriculum` have other sources than the rows.
         """
         _ = self._overlong
         _ = self._kept
         if self._data.slime_position is not None:
             _ = self._slime_start
+        if self._curriculum is not None:
+            self._curriculum.check()
 
     @property
     def overlong(self) -> tuple[Overlong, ...]:
@@ -125,6 +141,19 @@ class DataSource:
         """Return the branch of the plans."""
         return self._branch
 
+    @property
+    def pass_threshold(self) -> float:
+        """Least reward of a sample that passed a visit of its row."""
+        return self._data.curriculum.pass_threshold if self._data.curriculum else 1.0
+
+    def store_row_states(self, plan: Plan) -> None:
+        """Store the states of rows after a plan of this source, if it has any. Raises: StoreError.
+
+        They are stored before the plan, which names them.
+        """
+        if self._curriculum is not None and plan.after.rows is not None:
+            self._curriculum.stored.write(plan.after.rows)
+
     def plan(
         self,
         iteration: int,
@@ -134,6 +163,7 @@ class DataSource:
         buffered: Iterable[PlannedGroup] = (),
         choice: tuple[list[str], list[str]] | None = None,
         draw: Callable[[int, int], Sequence[PromptRow]] | None = None,
+        visits: Callable[[int], Visits] | None = None,
     ) -> Plan:
         """Return one part of an iteration's plan, of `groups_per_round` groups.
 
@@ -144,10 +174,10 @@ class DataSource:
         `buffered`: the planned groups of `state.buffer` from earlier plans, at least those that are
         taken. `choice`: (ids of the groups to take, ids of the groups that stay) from a user's
         filter; None: the oldest. `draw(count, drawn)`: returns the rows of new draws from a user's
-        source; None: `data.prompts`.
+        source; None: `data.prompts`. `visits`: as `Curriculum.draw`, for part 0.
 
         Raises: DataError if a buffered group is missing, the state does not match the rows, or a
-        drawn row is bad.
+        drawn row is bad; the errors of `draw` and `visits`.
         """
         planned = {group.group_id: group for group in buffered}
         if choice is None:
@@ -157,18 +187,19 @@ class DataSource:
             by_id = {group.group_id: group for group in state.buffer}
             taken = tuple(by_id[group_id] for group_id in choice[0])
             kept = tuple(by_id[group_id] for group_id in choice[1])
-        missing = [group.group_id for group in taken if group.group_id not in planned]
-        if missing:
+        if missing := [group.group_id for group in taken if group.group_id not in planned]:
             raise DataError(
                 "planned groups of the buffer are missing",
                 where=f"{self._branch}/{iteration}",
                 found=f"no {missing}",
             )
         count = max(0, self.groups_of_part(part) - len(taken))
-        if draw is None:
-            drawn, after = self._draw(state, count)
-        else:
+        if draw is not None:
             drawn, after = self._planned_rows(state, draw(count, state.draws))
+        elif self._curriculum is not None:
+            drawn, after = self._chosen(self._curriculum, state, iteration, count, visits)
+        else:
+            drawn, after = self._draw(state, count)
         continued = (
             planned[group.group_id].model_copy(
                 update={"earlier": self._continued_rows(group, iteration)}
@@ -213,7 +244,27 @@ class DataSource:
     ) -> tuple[list[PlannedGroup], DataState]:
         numbered = enumerate(rows, start=state.draws)
         groups = [self._group(row, f"{self._branch}:{draw:08d}") for draw, row in numbered]
-        return groups, state.model_copy(update={"draws": state.draws + len(groups)})
+        return groups, state.model_copy(update={"draws": state.draws + len(groups), "rows": None})
+
+    def _chosen(
+        self,
+        curriculum: Curriculum,
+        state: DataState,
+        iteration: int,
+        count: int,
+        visits: Callable[[int], Visits] | None,
+    ) -> tuple[list[PlannedGroup], DataState]:
+        newest = iteration - 1 - self._async_buffer_size
+        draws, states = curriculum.draw(state, iteration, count, newest=newest, visits=visits)
+        groups = [
+            self._group(self._rows[draw[0]], f"{self._branch}:{number:08d}").model_copy(
+                update={"row": draw}
+            )
+            for number, draw in enumerate(draws, start=state.draws)
+        ]
+        # A fork without a curriculum continues at this position.
+        epoch, offset = divmod(state.epoch * len(self) + state.offset + count, len(self))
+        return groups, DataState(epoch=epoch, offset=offset, draws=state.draws + count, rows=states)
 
     def _draw(self, state: DataState, count: int) -> tuple[list[PlannedGroup], DataState]:
         epoch = state.epoch
@@ -324,53 +375,6 @@ class DataSource:
         if self._data.overlong_prompts != "drop":
             return order[offset:]
         return [number for number in order[offset:] if number not in self._overlong]
-
-
-def encode_preference(
-    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
-) -> Encoded:
-    """Encode a preference row; both responses follow the same prompt.
-
-    Each response is encoded as by `encode_supervised`. Raises: as `encode_supervised`.
-    """
-    rows = (row, replace(row, label=row.rejected))
-    chosen, rejected = (encode_supervised(tokenizer, one, data, rollout) for one in rows)
-    # A limit of prompt and response together cuts more of the prompt of the longer response.
-    shorter = min(chosen, rejected, key=lambda encoded: len(encoded.prompt_ids))
-    return replace(
-        chosen,
-        # The messages of a chat row would contain the chosen response.
-        prompt=shorter.prompt if isinstance(shorter.prompt, str) else row.prompt,
-        prompt_ids=shorter.prompt_ids,
-        rejected_ids=rejected.response_ids,
-        overlong=chosen.overlong or rejected.overlong,
-    )
-
-
-def overlong_rows(
-    rows: Iterable[PromptRow], encode: Callable[[PromptRow], Encoded]
-) -> dict[int, Overlong]:
-    """Return row number → length and limit, for rows with an over-long prompt.
-
-    Raises: DataError naming a bad row.
-    """
-    encoded = (encode(row).overlong for row in rows)
-    return {number: overlong for number, overlong in enumerate(encoded) if overlong is not None}
-
-
-def kept_rows(num_rows: int, overlong: Mapping[int, Overlong], where: str) -> Sequence[int]:
-    """Return the numbers of the rows that are not dropped. Raises: ConfigError if none is left."""
-    kept = [number for number in range(num_rows) if number not in overlong]
-    if num_rows and not kept:
-        first = overlong[0]
-        raise ConfigError(
-            "every prompt is over-long, and data.overlong_prompts: drop leaves none",
-            where=where,
-            found=f"{num_rows} rows; the first has {first.tokens} tokens ({first.where})",
-            expected=f"a row with at most {first.limit} ({first.setting})",
-            do="raise the limit, or set data.overlong_prompts: truncate_left",
-        )
-    return kept
 
 
 def evaluation_plan(

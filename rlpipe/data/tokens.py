@@ -4,11 +4,13 @@ A plain prompt is tokenized without special tokens; a chat template writes its o
 response are always tokenized separately, so that a supervised row has exactly the prompt ids from
 which a rollout would sample.
 
-Entry points: `encode_prompt`, `encode_supervised`, `render`.
+Entry points: `encode_prompt`, `encode_supervised`, `encode_preference`, `render`, `overlong_rows`,
+`kept_rows`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -405,3 +407,50 @@ def _cut_left(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, overlong: Ov
     if isinstance(prompt, str):
         prompt = str(tokenizer.decode(list(kept), skip_special_tokens=False))
     return replace(encoded, prompt=prompt, prompt_ids=kept, overlong=overlong)
+
+
+def encode_preference(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, rollout: RolloutConfig
+) -> Encoded:
+    """Encode a preference row; both responses follow the same prompt.
+
+    Each response is encoded as by `encode_supervised`. Raises: as `encode_supervised`.
+    """
+    rows = (row, replace(row, label=row.rejected))
+    chosen, rejected = (encode_supervised(tokenizer, one, data, rollout) for one in rows)
+    # A limit of prompt and response together cuts more of the prompt of the longer response.
+    shorter = min(chosen, rejected, key=lambda encoded: len(encoded.prompt_ids))
+    return replace(
+        chosen,
+        # The messages of a chat row would contain the chosen response.
+        prompt=shorter.prompt if isinstance(shorter.prompt, str) else row.prompt,
+        prompt_ids=shorter.prompt_ids,
+        rejected_ids=rejected.response_ids,
+        overlong=chosen.overlong or rejected.overlong,
+    )
+
+
+def overlong_rows(
+    rows: Iterable[PromptRow], encode: Callable[[PromptRow], Encoded]
+) -> dict[int, Overlong]:
+    """Return row number → length and limit, for rows with an over-long prompt.
+
+    Raises: DataError naming a bad row.
+    """
+    encoded = (encode(row).overlong for row in rows)
+    return {number: overlong for number, overlong in enumerate(encoded) if overlong is not None}
+
+
+def kept_rows(num_rows: int, overlong: Mapping[int, Overlong], where: str) -> Sequence[int]:
+    """Return the numbers of the rows that are not dropped. Raises: ConfigError if none is left."""
+    kept = [number for number in range(num_rows) if number not in overlong]
+    if num_rows and not kept:
+        first = overlong[0]
+        raise ConfigError(
+            "every prompt is over-long, and data.overlong_prompts: drop leaves none",
+            where=where,
+            found=f"{num_rows} rows; the first has {first.tokens} tokens ({first.where})",
+            expected=f"a row with at most {first.limit} ({first.setting})",
+            do="raise the limit, or set data.overlong_prompts: truncate_left",
+        )
+    return kept

@@ -283,7 +283,10 @@ def _eval_settings(config: RunConfig, dataset: EvalDataset) -> dict[str, Any]:
         "files": file_digests(dataset.prompts),
         "rollout": config.rollout.identity(),
         "reward": (dataset.reward or config.reward).identity(),
-        "data": config.data.model_copy(update={"prompts": dataset.prompts}).identity(),
+        # Every row of a held-out set is drawn once.
+        "data": config.data.model_copy(
+            update={"prompts": dataset.prompts, "curriculum": None}
+        ).identity(),
         **_chosen(config.engine, "quantization"),
     }
 

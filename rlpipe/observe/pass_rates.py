@@ -7,16 +7,28 @@
 | `0_25`, `25_50`, `50_75`, `75_100` | parts of `between`, by pass rate in percent |
 
 A part includes its lower limit, except 0. `0`, the parts and `100` add up to 1. The prompts are
-those of the scored groups. Full reward is 1 if all rewards are between 0 and 1. Entry points:
-`pass_rate_metrics`, `training_threshold`.
+those of the scored groups. Full reward is 1 if all rewards are between 0 and 1.
+
+With `data.curriculum`, for each difficulty and each source:
+
+| metric `rollout/difficulty/<name>/...`, `rollout/source/<name>/...` | meaning |
+|---|---|
+| `share` | share of the iteration's new draws |
+| `pass_rate` | mean pass rate of the scored groups, those that a filter rejected included |
+
+Entry points: `pass_rate_metrics`, `training_threshold`, `draw_metrics`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlpipe.config.data import EvalDataset
+from rlpipe.types import Plan
 
+POOLS = {1: "rollout/source", 2: "rollout/difficulty"}
+"""Entry of `PlannedGroup.row` → beginning of its metrics."""
 PASS_RATE = "rollout/pass_rate"
 PARTS = {
     "0": "no sample",
@@ -65,6 +77,32 @@ def pass_rate_metrics(
     between = sum(counts[part] for part in _PARTS_BETWEEN) / len(rates)
     metrics = {"mean": sum(rates) / len(rates), "between": between, **shares}
     return {f"{PASS_RATE}/{name}": value for name, value in metrics.items()}
+
+
+def draw_metrics(plans: Iterable[Plan], visits: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+    """Return the metrics of the draws of an iteration; {} without a curriculum.
+
+    `plans`: the parts of its plan. `visits`: group id → (passed, scored samples).
+    """
+    drawn: Counter[str] = Counter()
+    draws = 0
+    rates: dict[str, list[float]] = defaultdict(list)
+    for plan in plans:
+        waiting = {group.group_id for group in plan.before.buffer}
+        for group in plan.groups:
+            if group.row is None:
+                continue
+            names = [f"{POOLS[n]}/{group.row[n]}" for n in POOLS if group.row[n] is not None]
+            if group.group_id not in waiting:
+                drawn.update(names)
+                draws += 1
+            if group.group_id in visits:
+                passed, scored = visits[group.group_id]
+                for name in names:
+                    rates[name].append(passed / scored)
+    shares = {f"{name}/share": number / draws for name, number in drawn.items()}
+    means = {f"{name}/pass_rate": sum(own) / len(own) for name, own in rates.items()}
+    return dict(sorted((shares | means).items()))
 
 
 def training_threshold(datasets: Sequence[EvalDataset]) -> float | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.data.curriculum import Visits
 from rlpipe.data.source import DataSource
 from rlpipe.data.user_source import BufferFilter, Choice, CustomSource
+from rlpipe.lineage.visits import row_visits
 from rlpipe.rollout.generate import planned_sample
 from rlpipe.rollout.rollout_rows import Groups, PlanPart, StoredRows
 from rlpipe.store.objects.files import Files
@@ -49,6 +51,8 @@ class Planner:
         """
         if self.custom is None and self._choose is None:
             plan = self._plan(iteration, state, number, None)
+            if write:
+                self._source.store_row_states(plan)
             digest = self._plans.write(plan) if write else self._plans.find(plan) or ""
             return PlanPart(digest, plan)
         branch = self._source.branch
@@ -65,7 +69,9 @@ class Planner:
             return PlanPart("", empty)
         if digest is None:
             choice = self._choice(iteration, state, number)
-            digest = self._plans.draw(self._plan(iteration, state, number, choice))
+            plan = self._plan(iteration, state, number, choice)
+            self._source.store_row_states(plan)
+            digest = self._plans.draw(plan)
         return PlanPart(digest, self._plans.read(digest))
 
     def parts(self, first: str) -> list[PlanPart]:
@@ -94,7 +100,13 @@ class Planner:
             buffered=self._planned(state, taken),
             choice=choice,
             draw=self._draw(iteration),
+            # Later parts of a plan count the same visits, so that they do not depend on the time.
+            visits=self._visits if number == 0 else None,
         )
+
+    def _visits(self, iteration: int) -> Visits:
+        source = self._source
+        return row_visits(self._files, source.branch, iteration, source.pass_threshold)
 
     def _draw(self, iteration: int) -> Callable | None:
         custom = self.custom

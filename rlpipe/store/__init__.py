@@ -18,6 +18,7 @@ the store of a run.
     plans/<digest>/plan.json                      prompts, group ids and seeds of an iteration
     plans/<digest>/groups/*, cut/*                finished groups; tokens of cut groups
     images/<sha256>                               image files of prompts
+    row_states/<sha256>                           draws and pass rates of the rows of a curriculum
     receipts/<stage>/<digest>*.json               receipts of checkpoints and evaluations; removals
     nodes/<stage>/<digest>.json                   result of a stage, named by its input digest
     data/<stage>/<digest>/*                       files of that result

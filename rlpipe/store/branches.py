@@ -269,6 +269,18 @@ class Branches:
         parent = self.parent_name(branch, iteration)
         return self.read(*parse_commit_name(parent)) if parent else None
 
+    def of_iteration(self, branch: str, iteration: int) -> Commit:
+        """Return the commit of an iteration, also of one before the branch was forked.
+
+        Raises: ObjectMissing, ObjectCorrupt.
+        """
+        while (origin := self.get(branch).parent) is not None:
+            parent, forked = parse_commit_name(origin)
+            if iteration > forked:
+                break
+            branch = parent
+        return self.read(branch, iteration)
+
     def commit(
         self,
         commit: Commit,

@@ -1,10 +1,11 @@
 """Garbage collection: removal of objects that no branch reaches.
 
 Reachable are all branches and their commits, the plans and nodes that these name, the nodes'
-parents, the files of those nodes, and the images of plans and evaluations. Checkpoints and
-evaluations of reachable weights are reachable too, because commits do not name them. Also kept are
-objects that a branch may still adopt: plans of iterations that it has not committed, their finished
-groups, and nodes made from them. So a crashed run loses nothing, however old it is.
+parents, the files of those nodes, the images of plans and evaluations, and the states of rows of
+plans. Checkpoints and evaluations of reachable weights are reachable too, because commits do not
+name them. Also kept are objects that a branch may still adopt: plans of iterations that it has not
+committed, their finished groups, and nodes made from them. So a crashed run loses nothing, however
+old it is.
 
 All other objects are removed once they are older than the grace period, which must be longer than
 the upload of a checkpoint. This includes draws of removed plans, and the rest of a partly removed
@@ -37,6 +38,8 @@ from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import Files
 from rlpipe.store.plans import PLAN_NAME, Plans, plan_path
 from rlpipe.store.receipts import NODE_RECEIPT_NAME, REMOVAL_NAME, Receipts
+from rlpipe.store.row_states import FOLDER as ROW_STATES
+from rlpipe.store.row_states import row_states_of_plan, row_states_path
 from rlpipe.store.segments import Segments
 from rlpipe.types import Node, Stage
 
@@ -50,6 +53,7 @@ FOLDERS = (
     "data",
     "checkpoints",
     "images",
+    "row_states",
 )
 """Folders in the order of removal: a record is removed before the objects that it names."""
 
@@ -133,8 +137,8 @@ class _Reachable:
             self.paths.update(self._files.list(Plans.groups_prefix(digest)))
         self._add_leaves()
         self.paths |= {name for name in names if self._belongs(name, branches)}
-        if any(name.startswith(f"{IMAGES}/") for name in names):
-            self._add_images()
+        if any(name.startswith((f"{IMAGES}/", f"{ROW_STATES}/")) for name in names):
+            self._add_content_of_plans()
 
     def _belongs(self, name: str, branches: Collection[str]) -> bool:
         """True for a receipt, removal, draw, note or gate of a reachable object."""
@@ -241,15 +245,18 @@ class _Reachable:
                 if all(self._node_paths.get(parent) in self.paths for parent in parents):
                     self._add(digest)
 
-    def _add_images(self) -> None:
-        """Add the images of reachable plans and evaluations."""
+    def _add_content_of_plans(self) -> None:
+        """Add the images of reachable plans and evaluations, and the states of rows of plans."""
         images = set[str]()
+        states = set[str]()
         for path in self.paths:
             if match := PLAN_NAME.fullmatch(path):
-                images |= images_of_plan(self._plans.read(match[1]))
+                plan = self._plans.read(match[1])
+                images |= images_of_plan(plan)
+                states |= row_states_of_plan(plan)
             elif path.startswith(f"nodes/{Stage.EVAL}/"):
                 images |= images_of_node(self._read(path))
-        self.paths |= set(map(image_path, images))
+        self.paths |= {*map(image_path, images), *map(row_states_path, states)}
 
     def _is_open(self, digest: str) -> bool:
         """True if the plan belongs to an iteration that its branch has not committed."""

@@ -90,6 +90,7 @@ EXPECTED = {
     "model.dtype": {Stage.INIT},
     "data.": {HELD, SCORED},
     "data.prompts.": set(),
+    "data.curriculum": set(),
     "evaluation.datasets.0.": {HELD},
     "evaluation.datasets.1.": {SCORED},
     "resources.actor_num_nodes": {Stage.INIT, Stage.TRAIN},

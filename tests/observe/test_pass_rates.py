@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.config.data import EvalDataset
-from rlpipe.observe.pass_rates import PARTS, pass_rate_metrics, training_threshold
+from rlpipe.observe.pass_rates import PARTS, draw_metrics, pass_rate_metrics, training_threshold
+from rlpipe.types import BufferedGroup, DataState, Plan, PlannedGroup
 
 LIMITS = {"0_25": (0.0, 0.25), "25_50": (0.25, 0.5), "50_75": (0.5, 0.75), "75_100": (0.75, 1.0)}
 
@@ -62,3 +63,46 @@ def test_the_threshold_of_training_is_that_of_the_held_out_sets_with_the_same_re
     assert training_threshold([dataset("a")]) is None
     assert training_threshold([dataset("b", **own)]) is None
     assert training_threshold([]) is None
+
+
+def planned(number: int, *row: object) -> PlannedGroup:
+    return PlannedGroup.model_validate(
+        {
+            "group_id": f"run:{number:08d}",
+            "prompt": "p",
+            "prompt_ids": (),
+            "seeds": (1, 2),
+            "row": row or None,
+        }
+    )
+
+
+def test_metrics_of_draws_are_shares_of_new_draws_and_mean_pass_rates():
+    waiting = BufferedGroup(group_id="run:00000000", plan="p")
+    groups = (
+        planned(0, 7, "a", "hard"),
+        planned(1, 5, "a", "normal"),
+        planned(2, 6, "b", "normal"),
+        planned(3, 8, "b", "normal"),
+        planned(4, 9, "b", "easy"),
+    )
+    before = DataState(buffer=(waiting,))
+    plan = Plan(branch="run", iteration=1, groups=groups, before=before, after=DataState())
+    visits = {"run:00000000": (1, 4), "run:00000001": (2, 2), "run:00000002": (1, 2)}
+    assert draw_metrics([plan], visits) == {
+        "rollout/difficulty/easy/share": 0.25,
+        "rollout/difficulty/hard/pass_rate": 0.25,
+        "rollout/difficulty/normal/pass_rate": 0.75,
+        "rollout/difficulty/normal/share": 0.75,
+        "rollout/source/a/pass_rate": 0.625,
+        "rollout/source/a/share": 0.25,
+        "rollout/source/b/pass_rate": 0.5,
+        "rollout/source/b/share": 0.75,
+    }
+
+
+def test_a_plan_without_a_curriculum_has_no_metrics_of_draws():
+    plan = Plan(
+        branch="run", iteration=0, groups=(planned(0),), before=DataState(), after=DataState()
+    )
+    assert draw_metrics([plan], {"run:00000000": (1, 1)}) == {}

@@ -10,6 +10,7 @@ An object is explained if a record of some run leads to it:
     data files, shards      an explained node names them; shards of an open plan
     draws, receipts         of an explained plan or node
     images                  of an explained plan or evaluation
+    states of rows          of an explained plan
     weight files            of pushes of a run, present or removed; engines read them
 
 All other objects are reported. An object is a leftover, a note of the report, if killed or replaced
@@ -47,6 +48,7 @@ from rlpipe.store.notes import noted_iterations, read_note
 from rlpipe.store.objects.files import is_safe
 from rlpipe.store.plans import DRAW_NAME, PLAN_NAME, Plans, draw_path, plan_path
 from rlpipe.store.receipts import NODE_RECEIPT_NAME, REMOVAL_NAME, NodeReceipt, Receipts
+from rlpipe.store.row_states import ROW_STATES_NAME, row_states_of_plan
 from rlpipe.store.segments import Segments
 from rlpipe.types import DataState, Plan, Stage
 
@@ -430,6 +432,7 @@ class _Explainer:
             "receipts": self._judge_receipt,
             "weights": self._judge_weights,
             "images": self._judge_image,
+            "row_states": self._judge_row_states,
         }
         for path in self._files.list():
             folder = path.partition("/")[0]
@@ -490,6 +493,20 @@ class _Explainer:
         elif match[1] not in self._named_images:
             # A plan and an evaluation are written after their images.
             self._add_leftover(path, "no plan or evaluation names this image")
+
+    def _judge_row_states(self, path: str) -> None:
+        match = ROW_STATES_NAME.fullmatch(path)
+        if match is None:
+            self._add_finding(path, UNKNOWN_NAME)
+        elif match[1] not in self._named_row_states:
+            # A plan is written after the states of its rows.
+            self._add_leftover(path, "no plan names these states of rows")
+
+    @cached_property
+    def _named_row_states(self) -> set[str]:
+        """States of rows before and after explained plans."""
+        plans = (self._plan(digest) for digest in self._explained if digest not in self._links)
+        return {digest for plan in plans if plan for digest in row_states_of_plan(plan)}
 
     @cached_property
     def _named_images(self) -> set[str]:

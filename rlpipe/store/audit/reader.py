@@ -31,6 +31,7 @@ from rlpipe.store.notes import read_note
 from rlpipe.store.parquet.schema import BATCH, REWARDS, SAMPLES, decode
 from rlpipe.store.plans import Plans, plan_of_rows
 from rlpipe.store.receipts import Receipt, Receipts
+from rlpipe.store.row_states import StoredRowStates, row_states_of_plan, row_states_path
 from rlpipe.types import Commit, DataState, FileRecord, Node, Plan, Stage
 
 AHEAD = 4
@@ -103,6 +104,8 @@ class Reader:
         self._evaluations = evaluations
         self._images: set[str] = set()
         """Images that were checked."""
+        self._row_states: set[str] = set()
+        """States of rows that were checked."""
 
     def load(self, commit: Commit) -> Loaded:
         """Read an iteration with the checkpoint and the evaluations of its weights."""
@@ -125,6 +128,7 @@ class Reader:
             ):
                 loaded.plans.append(plan)
                 self._check_images(loaded.findings, images_of_plan(plan))
+                self._check_row_states(loaded.findings, row_states_of_plan(plan))
         for stage, digest in commit.nodes.items():
             if node := self._read_record(
                 loaded.findings,
@@ -243,6 +247,14 @@ class Reader:
             read_or_report(
                 self._files, findings, "files", self._files.shown(image_path(digest)), read
             )
+
+    def _check_row_states(self, findings: list[Finding], digests: set[str]) -> None:
+        """Check that states of rows exist and have their content. Each is read once."""
+        for digest in sorted(digests - self._row_states):
+            self._row_states.add(digest)
+            read = partial(StoredRowStates(self._files).read, digest)
+            where = self._files.shown(row_states_path(digest))
+            read_or_report(self._files, findings, "files", where, read)
 
     def _check_file(self, findings: list[Finding], record: FileRecord, url: str) -> pa.Table | None:
         """Check a file. Return its rows if it is a readable table."""
