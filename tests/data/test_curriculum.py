@@ -210,6 +210,18 @@ def test_a_row_that_enters_a_pool_is_drawn_once_in_its_next_round(stored):
     assert Counter(drawn_rows(made[6:])) == dict.fromkeys(range(6), 10)
 
 
+@pytest.mark.parametrize("enters", range(1, 9))
+def test_a_row_that_enters_a_pool_waits_for_the_end_of_its_round(stored, enters):
+    others = {**DIFFICULTY, "easy": 0, "hard": 0}
+    source = curriculum(stored, rows_of(a=4), 1, difficulty=others)
+    visits = {0: {3: (0, 4)}, enters: {3: (2, 4)}}
+    drawn = drawn_rows(plans(source, 20, visits=lambda k: visits.get(k, {})))
+    assert 3 not in drawn[1 : enters + 1]
+    left_of_round = -sum(row != 3 for row in drawn[: enters + 1]) % 3
+    first = drawn.index(3, enters + 1) - (enters + 1)
+    assert left_of_round <= first < left_of_round + 4
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
