@@ -18,6 +18,7 @@ Shapes: R rows, dropped ones included. Entry point: `Curriculum`.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from rlpipe.config.data import DataConfig, FilePrompts
 from rlpipe.config.draws import CurriculumConfig, source_of_path
 from rlpipe.data.prompts import PromptRow
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.store.labels import label_text
 from rlpipe.store.row_states import RowStates, StoredRowStates
 from rlpipe.types import DataState, RowDraw
 
@@ -90,6 +92,14 @@ class Curriculum:
         for number, name in names.items():
             source_of[number] = number_of[name]
         return source_of
+
+    @cached_property
+    def _prompts(self) -> str:
+        """Digest of the prompts and labels of all rows, because states name rows by number."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(json.dumps([row.prompt, label_text(row.label)]).encode())
+        return digest.hexdigest()
 
     def _source(self, row: PromptRow) -> str:
         key = self._config.source_key
@@ -150,14 +160,15 @@ class Curriculum:
             rounds[np.asarray(self._order(state.epoch)[: state.offset], np.int64)] += 1
             nothing = np.zeros(len(self._rows), np.uint32)
             # Its plans do not name rows, so its visits cannot be counted.
-            return RowStates(rounds, nothing, nothing, counted=max(0, newest + 1))
+            return RowStates(rounds, nothing, nothing, max(0, newest + 1), self._prompts)
         states = self.stored.read(state.rows)
-        if len(states) != len(self._rows):
+        if states.prompts != self._prompts:
             raise DataError(
                 "the states of rows belong to other prompts",
                 where="data.prompts",
-                found=f"{len(self._rows)} rows",
-                expected=f"{len(states)} rows, as in the run so far",
+                found=f"{len(self._rows)} rows with digest {self._prompts[:12]}",
+                expected=f"{len(states)} rows with digest {states.prompts[:12]}, as in the run so "
+                "far",
                 do="continue with the prompts of the run, or begin another run with its weights: "
                 "model.start_from",
             )
@@ -190,7 +201,7 @@ class Curriculum:
             # one with many draws would wait for as many rounds.
             there = rounds[before == pool]
             rounds[moved[after[moved] == pool]] = there.max() if len(there) else 0
-        return RowStates(rounds, passes, samples, states.counted)
+        return replace(states, rounds=rounds, passes=passes, samples=samples)
 
     def _chosen_pools(self, pools: np.ndarray, iteration: int, draws: range) -> list[int]:
         """Return the pool of each draw. Raises: DataError if no pool with a weight has rows."""

@@ -28,6 +28,7 @@ from rlpipe.types import Plan
 FOLDER = "row_states"
 ROW_STATES_NAME = re.compile(r"row_states/([0-9a-f]{64})")
 ARRAYS = ("rounds", "passes", "samples")
+HEADER = {"format", "rows", "counted", "prompts"}
 STORED = np.dtype("<u4")
 LEVEL = 1
 """Level of zlib. Higher levels save little and take several times as long."""
@@ -50,6 +51,8 @@ class RowStates:
     """[R] uint32: scored samples of the latest visit; 0: no visit yet."""
     counted: int = 0
     """Number of commits whose visits are counted: those of iterations 0 to counted - 1."""
+    prompts: str = ""
+    """Digest of the rows' prompts and labels."""
 
     def __len__(self) -> int:
         return len(self.rounds)
@@ -57,7 +60,8 @@ class RowStates:
     @cached_property
     def content(self) -> bytes:
         """The stored content, before compression."""
-        header = json.dumps({"format": 1, "rows": len(self), "counted": self.counted})
+        facts = {"format": 1, "rows": len(self), "counted": self.counted, "prompts": self.prompts}
+        header = json.dumps(facts)
         arrays = (getattr(self, name).astype(STORED).tobytes() for name in ARRAYS)
         return b"".join([header.encode(), b"\n", *arrays])
 
@@ -71,13 +75,13 @@ class RowStates:
         """Return the states of a content. Raises: ValueError if it is malformed."""
         line, _, data = content.partition(b"\n")
         header = json.loads(line)
-        if not isinstance(header, dict) or header.keys() != {"format", "rows", "counted"}:
+        if not isinstance(header, dict) or header.keys() != HEADER:
             raise ValueError(f"header {line[:80]!r}")
         if header["format"] != 1:
             raise ValueError(f"format {header['format']}, expected 1")
         arrays = np.frombuffer(data, STORED).reshape(len(ARRAYS), header["rows"])
         rounds, passes, samples = arrays.astype(np.uint32)
-        return cls(rounds, passes, samples, header["counted"])
+        return cls(rounds, passes, samples, header["counted"], header["prompts"])
 
 
 def row_states_path(digest: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -298,8 +299,10 @@ def test_a_fork_takes_a_curriculum_up_or_drops_it(stored):
     for start in range(0, 28, 7):
         assert len(set(prompts[start : start + 7])) == 7
     assert plain.plan(7, taken[-1].after).after == DataState(epoch=4, offset=4, draws=32)
-    with pytest.raises(DataError, match="belong to other prompts"):
-        curriculum(stored, rows_of(a=8), difficulty=DIFFICULTY).plan(6, taken[-1].after)
+    relabelled = [replace(row, label="1") for row in rows_of(a=7)]
+    for others in (rows_of(a=8), rows_of(a=6, b=1), relabelled):
+        with pytest.raises(DataError, match="belong to other prompts"):
+            curriculum(stored, others, difficulty=DIFFICULTY).plan(6, taken[-1].after)
 
 
 def test_dropped_rows_are_never_drawn_and_need_no_source(stored):

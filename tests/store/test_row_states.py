@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlpipe.store.row_states import RowStates, StoredRowStates, row_states_path
 
 def states(rows: int = 5, counted: int = 3) -> RowStates:
     rounds = np.arange(rows, dtype=np.uint32)
-    return RowStates(rounds, rounds // 2, rounds * 2, counted)
+    return RowStates(rounds, rounds // 2, rounds * 2, counted, "d" * 64)
 
 
 def written(files: Files, made: RowStates) -> str:
@@ -29,7 +30,7 @@ def test_states_are_read_as_they_were_written(files: Files):
     digest = written(files, states())
     assert files.list() == [row_states_path(digest)]
     found = StoredRowStates(files).read(digest)
-    assert (found.digest, found.counted) == (digest, 3)
+    assert (found.digest, found.counted, found.prompts) == (digest, 3, "d" * 64)
     for name in ("rounds", "passes", "samples"):
         assert getattr(found, name).tolist() == getattr(states(), name).tolist()
 
@@ -39,7 +40,8 @@ def test_the_digest_depends_on_every_number():
     for name in ("rounds", "passes", "samples"):
         one = {key: getattr(states(), key) for key in ("rounds", "passes", "samples")}
         one[name] = one[name] + np.uint32(1)
-        changed.append(RowStates(**one, counted=3))
+        changed.append(RowStates(**one, counted=3, prompts="d" * 64))
+    changed.append(replace(states(), prompts="e" * 64))
     assert len({one.digest for one in changed}) == len(changed)
 
 
