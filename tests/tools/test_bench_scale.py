@@ -210,7 +210,7 @@ def test_servers_of_several_processes_end_with_the_block(model_dir: Path):
 def test_a_simulated_rank_restores_the_state_of_its_checkpoint(tmp_path: Path):
     from tools.bench.simulated_trainer import SimulatedMegatron
 
-    spec: Any = SimpleNamespace(train=SimpleNamespace(max_tokens_per_gpu=8))
+    spec: Any = SimpleNamespace(train=SimpleNamespace(micro_batch_tokens=8))
     trained, restored = (SimulatedMegatron(spec, 0, 2) for _ in range(2))
     trained.change_state()
     assert trained.state_digest() != restored.state_digest()
