@@ -57,7 +57,7 @@ ACTIVATION_MARGIN = 1.25
 | Qwen3-4B, micro-batches of 16k tokens | 83 kB | 94 kB |
 """
 MICRO_BATCH_TOKENS = (32768, 16384, DEFAULT_MICRO_BATCH_TOKENS, 4096, 2048)
-"""Sizes of micro-batches to try. Those below the default are for GPUs that it does not fit."""
+"""Tokens of micro-batches to try. Those below the default are for GPUs too small for it."""
 CACHE_MARGIN = 1.25
 """Cache of an engine that stays, relative to the requests in flight: pages and prompts in reuse."""
 ALONE_FRACTION = 0.8
@@ -101,7 +101,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes on one GPU that trainer and engines share."""
+    """Bytes on one GPU of trainer and engines."""
 
     state: int
     """The trainer's weights, gradients and optimizer."""
@@ -170,11 +170,14 @@ def with_micro_batches(
 ) -> RunConfig:
     """Return the configuration with the largest micro-batches that fit, if it gives no size.
 
-    Not where memory was never measured (experts, images), where several micro-batches fill a
-    pipeline, and where the run has to be the same on every GPU (`deterministic`).
+    Not where memory was never measured (experts, images, a user's loss or model), where several
+    micro-batches fill a pipeline, and where the run has to be the same on every GPU
+    (`deterministic`).
     """
     train = config.train
-    unknown = "vision_config" in model or _text_model(model).get("num_experts_per_tok")
+    # A user's loss may read whole logits: 20 GB for 32k tokens of a vocabulary of 152k.
+    is_own = train.loss.custom_loss_function_path or train.custom_model_provider_path
+    unknown = "vision_config" in model or _text_model(model).get("num_experts_per_tok") or is_own
     is_pipeline = train.parallel.pipeline_model_parallel_size > 1
     given = train.max_tokens_per_gpu is not None or train.micro_batch_size is not None
     if given or unknown or is_pipeline or config.deterministic:

@@ -107,7 +107,7 @@ class AdvantageConfig(Config):
     every iteration. False: never; the ratio uses the engine's log-probs
     (train.loss.use_rollout_logprobs), or with a single optimizer step the policy's own."""
     log_probs_max_tokens_per_gpu: int | None = Tuning(default=None, ge=1)
-    """Packed tokens of a scoring micro-batch per rank; None: train.max_tokens_per_gpu."""
+    """Packed tokens of a scoring micro-batch per rank; None: as many as in training."""
 
     @property
     def compares_within_group(self) -> bool:

@@ -319,7 +319,7 @@ SEPARATE: dict[str, Any] = {"resources": {"colocate": False}}
         ("30B-A3B", H200, {}, None),
     ],
 )
-def test_micro_batches_are_as_large_as_fits_beside_what_stays(
+def test_micro_batches_are_as_large_as_fits_with_what_stays(
     model: str, gpu_bytes: int, sections: dict[str, Any], expected: int | None
 ):
     sized = with_micro_batches(configuration(**sections), *MODELS[model], gpu_bytes)
@@ -327,10 +327,20 @@ def test_micro_batches_are_as_large_as_fits_beside_what_stays(
     assert with_micro_batches(sized, *MODELS[model], gpu_bytes) == sized
 
 
-def test_pipelines_and_images_keep_the_default_size_of_micro_batches():
-    stages = {"parallel": {"pipeline_model_parallel_size": 2}}
-    pipeline = configuration(2, train=stages)
-    assert with_micro_batches(pipeline, *MODELS["0.6B"], H200) == pipeline
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"parallel": {"pipeline_model_parallel_size": 2}},
+        {"loss": {"type": "custom", "custom_loss_function_path": "mine.py:loss"}},
+        {"custom_model_provider_path": "mine.py:model"},
+    ],
+)
+def test_pipelines_and_functions_of_users_keep_the_default_size_of_micro_batches(train):
+    config = configuration(2, train=train)
+    assert with_micro_batches(config, *MODELS["0.6B"], H200) == config
+
+
+def test_models_with_images_keep_the_default_size_of_micro_batches():
     model, parameters = MODELS["0.6B"]
     images = {"text_config": model, "vision_config": {}}
     assert with_micro_batches(configuration(), images, parameters, H200) == configuration()

@@ -298,9 +298,9 @@ class Fleet:
                 await self._exclude([engine])
                 return
         weights = self.weights
-        if weights is None or (engine.stamp in self._acceptable and engine.admitted):
-            return
-        if self._pushing.locked():  # a wait would delay the start of an engine that dies meanwhile
+        # During a push the next check tries again: a wait would delay the start of a dead engine.
+        is_done = engine.stamp in self._acceptable and engine.admitted
+        if weights is None or is_done or self._pushing.locked():
             return
         # An engine with acceptable weights only needs its admission, and no trainer.
         if engine.stamp in self._acceptable or await self._can_send(weights):

@@ -431,8 +431,12 @@ class _Explainer:
             "draws": self._judge_draw,
             "receipts": self._judge_receipt,
             "weights": self._judge_weights,
-            "images": self._judge_image,
-            "row_states": self._judge_row_states,
+            "images": partial(
+                self._judge_content, IMAGE_NAME, "no plan or evaluation names this image"
+            ),
+            "row_states": partial(
+                self._judge_content, ROW_STATES_NAME, "no plan names these states of rows"
+            ),
         }
         for path in self._files.list():
             folder = path.partition("/")[0]
@@ -486,37 +490,23 @@ class _Explainer:
         if problem := unexpected_files.of_weights(path, {*self._runs, *self._removed_runs}):
             self._add_finding(path, problem)
 
-    def _judge_image(self, path: str) -> None:
-        match = IMAGE_NAME.fullmatch(path)
+    def _judge_content(self, pattern: re.Pattern[str], problem: str, path: str) -> None:
+        """Judge an object named by its content, which is written before the plan that names it."""
+        match = pattern.fullmatch(path)
         if match is None:
             self._add_finding(path, UNKNOWN_NAME)
-        elif match[1] not in self._named_images:
-            # A plan and an evaluation are written after their images.
-            self._add_leftover(path, "no plan or evaluation names this image")
-
-    def _judge_row_states(self, path: str) -> None:
-        match = ROW_STATES_NAME.fullmatch(path)
-        if match is None:
-            self._add_finding(path, UNKNOWN_NAME)
-        elif match[1] not in self._named_row_states:
-            # A plan is written after the states of its rows.
-            self._add_leftover(path, "no plan names these states of rows")
+        elif match[1] not in self._named_content:
+            self._add_leftover(path, problem)
 
     @cached_property
-    def _named_row_states(self) -> set[str]:
-        """States of rows before and after explained plans."""
-        plans = (self._plan(digest) for digest in self._explained if digest not in self._links)
-        return {digest for plan in plans if plan for digest in row_states_of_plan(plan)}
-
-    @cached_property
-    def _named_images(self) -> set[str]:
-        """Images of explained plans and evaluations."""
+    def _named_content(self) -> set[str]:
+        """Images of explained plans and evaluations, and states of rows of explained plans."""
         named = set[str]()
         for digest in self._explained:
             if (links := self._links.get(digest)) is not None:
                 named |= links.images
             elif (plan := self._plan(digest)) is not None:
-                named |= images_of_plan(plan)
+                named |= images_of_plan(plan) | row_states_of_plan(plan)
         return named
 
     def _judge_draw(self, path: str) -> None:

@@ -234,19 +234,28 @@ async def test_a_push_without_an_answering_actor_is_an_error(
 
 
 async def test_an_engine_that_restarts_during_a_push_gets_another_push(
-    fleet: Fleet, trainer: Trainer
+    fleet: Fleet, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ):
     again = "http://engine-1/2"
+    check = fleet.engines[1].check
+    checked = asyncio.Event()
+
+    async def noted_check() -> bool:
+        found = await check()
+        checked.set()
+        return found
 
     async def up_again() -> bool:
         return fleet.engines[1].url == again
 
     async def dies() -> None:
         trainer.meanwhile = None
-        await asyncio.sleep(0.3)  # supervisors check the engines during the push
+        checked.clear()
+        await checked.wait()  # its supervisor has seen it alive during the push
         await actor(fleet.engines[1].actor).become.remote(alive=False)
         await until(up_again)
 
+    monkeypatch.setattr(fleet.engines[1], "check", noted_check)
     trainer.meanwhile = dies
     assert (await fleet.publish(weights(1), everyone=True))["engines"] == 1
 

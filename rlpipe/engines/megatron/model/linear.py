@@ -21,7 +21,8 @@ def with_fused_gradients(otherwise: Callable[..., torch.Tensor]) -> Callable[...
     """Return a replacement of `linear_with_grad_accumulation_and_async_allreduce` of Megatron.
 
     It calls `otherwise`, Megatron's own, with sequence parallelism (which gathers inputs again),
-    with apex's kernels, and for weights without a float32 buffer.
+    with apex's kernels, for gradients that are computed later, and for weights without a float32
+    buffer.
     """
 
     def function(
@@ -36,8 +37,9 @@ def with_fused_gradients(otherwise: Callable[..., torch.Tensor]) -> Callable[...
         tp_group: Any = None,
         **keywords: Any,
     ) -> torch.Tensor:
-        fused = not (gradient_accumulation_fusion or sequence_parallel or grad_output_buffer)
-        if not (fused and accumulates(weight)):
+        # Megatron fills a buffer, at first empty, where gradients of a weight are computed later.
+        is_special = gradient_accumulation_fusion or sequence_parallel
+        if is_special or grad_output_buffer is not None or not accumulates(weight):
             arguments = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
             return otherwise(
                 *(input, weight, bias, *arguments, grad_output_buffer, *args),
